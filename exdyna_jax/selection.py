@@ -1,0 +1,137 @@
+"""Which elements of a range reach the threshold: dynamic range, static shapes.
+
+The range is read once, in chunks, and one bit an element is kept; the cost follows the length of
+the range, not of the vector. Afterwards the index of the j-th hit is found from the bits alone,
+for as many j as are asked for, without a loop over hits.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+BITS = 32  # elements per word of the mask
+ROW = 32  # words per row; prefix sums are kept within rows and over rows
+ROW_SIZE = BITS * ROW  # elements per row
+CHUNK = 64 * ROW_SIZE  # elements per step of the loop: 256 kB of float32, within any L2 cache
+
+_BIT = np.uint32(1) << np.arange(BITS, dtype=np.uint32)
+
+
+class Hits(NamedTuple):
+  """The hits of a range, as bits."""
+
+  words: jax.Array  # uint32 [chunks, words of a chunk], bit i of a word = its i-th element
+  before: jax.Array  # int32 [rows, ROW], hits of the row up to and with this word
+  total: jax.Array  # int32 [rows], hits up to and with this row
+  first: jax.Array  # int32 [chunks], the element of a chunk's first bit
+
+
+def find(acc: jax.Array, start: jax.Array, end: jax.Array, threshold: jax.Array) -> Hits:
+  """Marks the elements of ``acc[start:end]`` that are not below ``threshold`` in magnitude.
+
+  NaN is not below anything: it is marked, and shows itself, instead of sleeping for ever.
+
+  Args:
+    acc: ``[N]``, any float dtype; compared in float32.
+    start: int32 scalar.
+    end: int32 scalar, ``0 <= start <= end <= N``.
+    threshold: scalar, any float dtype; compared in float32.
+
+  Returns:
+    The hits; ``count`` says how many, ``take`` where.
+  """
+  size = acc.shape[0]
+  chunk = min(CHUNK, -(-size // ROW_SIZE) * ROW_SIZE)
+  if size < chunk:
+    acc = jnp.pad(acc, (0, chunk - size))
+  last = acc.shape[0] - chunk
+  chunks = -(-size // chunk)
+  threshold = threshold.astype(jnp.float32)
+  offset = lax.iota(jnp.int32, chunk)
+
+  def body(carry):
+    j, words = carry
+    # The last chunk is moved back to fit; what the one before it has seen is masked out.
+    wanted = start + j * chunk
+    low = jnp.minimum(wanted, last)
+    position = low + offset
+    value = jnp.abs(lax.dynamic_slice(acc, (low,), (chunk,)).astype(jnp.float32))
+    hit = ~(value < threshold) & (position >= wanted) & (position < end)
+    bits = jnp.where(hit.reshape(-1, BITS), _BIT, np.uint32(0))
+    word = jnp.sum(bits, axis=1, dtype=jnp.uint32)
+    return j + 1, lax.dynamic_update_slice(words, word[None], (j, jnp.int32(0)))
+
+  length = end - start
+  trips = length // chunk + (length % chunk > 0)
+  # Zeros "like acc" vary over the mesh as acc does, which the loop's carry must.
+  words = jnp.zeros_like(acc, jnp.uint32, shape=(chunks, chunk // BITS))
+  _, words = lax.while_loop(lambda carry: carry[0] < trips, body, (jnp.int32(0), words))
+  per_word = lax.population_count(words).astype(jnp.int32).reshape(-1, ROW)
+  before = jnp.cumsum(per_word, axis=1, dtype=jnp.int32)
+  total = jnp.cumsum(before[:, -1], dtype=jnp.int32)
+  first = jnp.minimum(start + lax.iota(jnp.int32, chunks) * chunk, last)
+  return Hits(words, before, total, first)
+
+
+def count(hits: Hits) -> jax.Array:
+  """How many hits there are, int32."""
+  return hits.total[-1]
+
+
+def strided_ranks(count: jax.Array, capacity: int) -> jax.Array:
+  """``[capacity]`` ranks: all if they fit, else an even stride, ``floor(j * count / capacity)``.
+
+  Keeping the first hits instead would starve the end of the range for ever. Ranks from ``count``
+  on stand for empty slots.
+  """
+  slot = lax.iota(jnp.int32, capacity)
+  excess = jnp.maximum(count - capacity, 0)
+  # The rank is slot + floor(slot * excess / capacity), but the product leaves int32. Estimate the
+  # quotient in float32 and correct it by the remainder, which is small and survives wrapping.
+  quotient = (slot.astype(jnp.float32) * excess.astype(jnp.float32) / capacity).astype(jnp.int32)
+  quotient += (slot * excess - quotient * capacity) // capacity
+  return slot + jnp.clip(quotient, 0, excess)
+
+
+def take(hits: Hits, ranks: jax.Array, size: int) -> jax.Array:
+  """Elements of the hits with these ranks, ascending; ``size`` where there is no such hit.
+
+  Args:
+    hits: from `find`.
+    ranks: int32 ``[m]``, 0 for the first hit.
+    size: N, the mark of an empty slot.
+
+  Returns:
+    int32 ``[m]``.
+  """
+  found = ranks < count(hits)
+  rank = jnp.minimum(ranks, jnp.maximum(count(hits) - 1, 0))
+  row = jnp.minimum(jnp.searchsorted(hits.total, rank, side="right"), hits.total.shape[0] - 1)
+  rank = rank - (hits.total[row] - hits.before[row, -1])
+  before = hits.before.reshape(-1)
+  word, step = row * ROW, ROW // 2
+  while step:  # binary search within the row, unrolled
+    word = jnp.where(before[word + step - 1] <= rank, word + step, word)
+    step //= 2
+  rank = rank - jnp.where(word > row * ROW, before[jnp.maximum(word - 1, 0)], 0)
+  chunk, inside = jnp.divmod(word, hits.words.shape[1])
+  index = hits.first[chunk] + inside * BITS + _nth_bit(hits.words[chunk, inside], rank)
+  return jnp.where(found, index, size)
+
+
+def _nth_bit(word: jax.Array, rank: jax.Array) -> jax.Array:
+  """Position of the set bit of ``word`` that has ``rank`` set bits below it, by halving."""
+  position = jnp.zeros_like(rank)
+  shift = BITS // 2
+  while shift:
+    low = word & np.uint32((1 << shift) - 1)
+    below = lax.population_count(low).astype(jnp.int32)
+    upper = rank >= below
+    rank = jnp.where(upper, rank - below, rank)
+    word = jnp.where(upper, word >> np.uint32(shift), low)
+    position = position + jnp.where(upper, shift, 0)
+    shift //= 2
+  return position

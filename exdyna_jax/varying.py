@@ -1,0 +1,162 @@
+"""Which values differ between workers: the cast to local, its check, agreed gathers.
+
+Under ``jax.shard_map`` with ``check_vma=True`` every value carries the mesh axes over which it may
+vary. Under ``check_vma=False``, ``pmap`` and ``vmap`` it does not, and nothing can be checked.
+"""
+
+import math
+from typing import Any
+
+import jax
+
+from .flat import is_float
+
+AxisName = str | tuple[str, ...]
+
+
+def axis_tuple(axis_name: AxisName) -> tuple[str, ...]:
+  """``axis_name`` as a tuple of names."""
+  return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+
+
+def check_axis_name(axis_name: Any) -> None:
+  """Raises TypeError unless ``axis_name`` is a string or a non-empty tuple of strings."""
+  is_tuple = isinstance(axis_name, tuple) and len(axis_name) > 0
+  if not isinstance(axis_name, str) and not (
+    is_tuple and all(isinstance(a, str) for a in axis_name)
+  ):
+    raise TypeError(
+      f"axis_name must be the name of a mesh axis or a tuple of names, got {axis_name!r}."
+    )
+
+
+def bound_axis_size(axis_name: AxisName) -> int | None:
+  """Number of workers along ``axis_name``, or None where the axis is not bound."""
+  try:
+    return jax.lax.axis_size(axis_tuple(axis_name))
+  except NameError:
+    return None
+
+
+def check_bound(axis_name: AxisName, caller: str) -> int:
+  """Number of workers along ``axis_name``; ValueError with the cure where it is not bound."""
+  size = bound_axis_size(axis_name)
+  if size is None:
+    raise ValueError(
+      f"{caller} needs the mesh axis {axis_name!r}, which is not bound here. Call it inside"
+      f" jax.shard_map over a mesh with that axis (or inside jax.pmap or jax.vmap with"
+      f" axis_name={axis_name!r})."
+    )
+  return size
+
+
+def resolve_workers(axis_name: AxisName, num_workers: int | None) -> tuple[int, bool]:
+  """``(n, bound)``: the number of workers, and whether we are inside the mapped function."""
+  size = bound_axis_size(axis_name)
+  if size is not None:
+    if num_workers not in (None, size):
+      raise ValueError(
+        f"num_workers={num_workers}, but mesh axis {axis_name!r} has {size} workers. Leave"
+        " num_workers out, or correct it."
+      )
+    return size, True
+  if num_workers is not None:
+    return num_workers, False
+  mesh_shape = dict(jax.sharding.get_abstract_mesh().shape)
+  if all(a in mesh_shape for a in axis_tuple(axis_name)):
+    return math.prod(mesh_shape[a] for a in axis_tuple(axis_name)), False
+  raise ValueError(
+    f"the number of workers along {axis_name!r} is unknown in init. Pass num_workers=, or call"
+    " init under jax.set_mesh(mesh) with that axis, or inside jax.shard_map over it."
+  )
+
+
+def _varying_axes(x: Any) -> frozenset[str]:
+  return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def _checks_varying(axis_name: AxisName) -> bool:
+  return set(axis_tuple(axis_name)) <= _varying_axes(jax.lax.axis_index(axis_tuple(axis_name)))
+
+
+def local_params(params: Any, axis_name: AxisName) -> Any:
+  """Parameters whose gradients stay on the worker that computed them.
+
+  Inside ``jax.shard_map``, ``jax.grad`` with respect to replicated parameters sums the gradients
+  over the mesh axis at once, densely, and nothing is left to compress. This cast marks the
+  parameters as varying, so that ``jax.grad`` returns this worker's own gradients. It moves no data.
+
+  .. warning::
+    Take the mean of the loss over the axis (``jax.lax.pmean``) outside of the differentiated
+    function: inside, it divides the local gradients by the number of workers, which nothing can
+    detect. With ``check_vma=False``, do not sum the gradients yourself either.
+
+  Args:
+    params: pytree of arrays of any shape and dtype. Leaves that already vary are left alone.
+    axis_name: name of the mesh axis over which the batch is split, or a tuple of names.
+
+  Returns:
+    The same values. Under ``check_vma=False``, ``pmap`` and ``vmap``, ``params`` itself.
+
+  Raises:
+    ValueError: the axis is not bound.
+
+  Example:
+    >>> import jax, jax.numpy as jnp
+    >>> from jax.sharding import PartitionSpec as P
+    >>> mesh = jax.make_mesh((1,), ("data",))
+    >>> def gradient(w, x):
+    ...   return jax.grad(lambda w: (w * x).sum())(local_params(w, "data"))
+    >>> jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=(P(), P("data")),
+    ...                       out_specs=P("data")))(jnp.ones(2), jnp.ones(2))
+    Array([1., 1.], dtype=float32)
+  """
+  check_axis_name(axis_name)
+  check_bound(axis_name, "local_params")
+  if not _checks_varying(axis_name):
+    return params
+
+  def cast(x):
+    missing = tuple(a for a in axis_tuple(axis_name) if a not in _varying_axes(x))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+  return jax.tree.map(cast, params)
+
+
+def check_local(grads: Any, axis_name: AxisName) -> None:
+  """Raises ValueError if a gradient is known to be summed over the axis already."""
+  if not _checks_varying(axis_name):
+    return
+  for path, grad in jax.tree_util.tree_leaves_with_path(grads):
+    if not is_float(grad):
+      continue
+    missing = set(axis_tuple(axis_name)) - _varying_axes(grad)
+    if missing:
+      raise ValueError(
+        f"gradient{jax.tree_util.keystr(path)} is the same on all workers of mesh axis"
+        f" {sorted(missing)}: jax.grad with respect to replicated parameters has already summed"
+        " it, and nothing is left to compress. Differentiate with respect to"
+        f" exdyna_jax.local_params(params, {axis_name!r}) instead."
+      )
+
+
+# With one worker there is nothing to exchange. Where varying types are checked, only a collective
+# can make a value invariant again: there a collective of one member stays, which sends nothing.
+def _is_alone(axis_name: AxisName) -> bool:
+  return bound_axis_size(axis_name) == 1 and not _checks_varying(axis_name)
+
+
+def all_gather(x: jax.Array, axis_name: AxisName) -> jax.Array:
+  """``[m]`` of every worker as ``[n * m]``, the same and known to be the same everywhere."""
+  axes = axis_tuple(axis_name)
+  if _is_alone(axis_name):
+    return x
+  if _checks_varying(axis_name):
+    # The default gather is typed varying, and P() outputs derived from it would be refused.
+    return jax.lax.all_gather(local_params(x, axis_name), axes, tiled=True, to="invarying")
+  return jax.lax.all_gather(x, axes, tiled=True)
+
+
+def psum(x: jax.Array, axis_name: AxisName) -> jax.Array:
+  """Sum over the workers, the same on all of them."""
+  return x if _is_alone(axis_name) else jax.lax.psum(x, axis_tuple(axis_name))

@@ -1,0 +1,290 @@
+"""The reference itself: against recorded runs of the original, and against cases done by hand."""
+
+import json
+import pathlib
+
+import inputs
+import numpy as np
+import oracle
+import pytest
+
+DATA = pathlib.Path(__file__).parent / "data"
+SLOW_STEPS = 1000  # runs of at least this many steps are marked slow
+# The original sums workers in float32, in an order of its own, so values agree only nearly.
+VALUE_TOLERANCE = 1e-5
+
+EXACT = ("counts", "total", "thr", "blk_part", "blk_pos", "idx_sum", "idx_xor")
+ENDS = ("first", "last")
+
+
+def _recorded_runs():
+  """Names of the recorded runs, as test parameters."""
+  runs = []
+  for name in sorted(path.stem for path in DATA.glob("exdyna_*.npz")):
+    is_slow = int(name.rpartition("_it")[2]) >= SLOW_STEPS
+    runs.append(pytest.param(name, marks=pytest.mark.slow if is_slow else ()))
+  return runs
+
+
+def _grads(size, n, step):
+  """Gradients `[n, N]` of all workers in one step."""
+  return np.stack([inputs.grad(size, step, r) for r in range(n)])
+
+
+def _replay(meta):
+  """Runs the oracle as `meta` says and records what the recorded runs hold, under their names."""
+  size, n, density = meta["N"], meta["n"], meta["density"]
+  gradients = (_grads(size, n, t) for t in range(meta["iters"]))
+  steps = []
+  ends = {}
+  state = oracle.init(size, n, density)
+  for update, state, info in oracle.simulate(state, gradients, density=density):
+    nonzero = np.flatnonzero(update)
+    exact_update = update.astype(np.float64)
+    bounds = info["boundaries_used"]
+    steps.append({
+      "counts": info["counts"],
+      "total": info["selected"],
+      "thr": info["threshold_used"],
+      "blk_part": np.diff(bounds),
+      "blk_pos": bounds[:-1],
+      "idx_sum": nonzero.sum(),
+      "idx_xor": np.bitwise_xor.reduce(nonzero),
+      "out_sum": exact_update.sum(),
+      "out_abs": np.abs(exact_update).sum(),
+      "res_norm": [np.linalg.norm(row.astype(np.float64)) for row in state.residual],
+    })
+    ends.setdefault("first", (nonzero, update[nonzero]))
+    ends["last"] = (nonzero, update[nonzero])
+  return {key: np.array([row[key] for row in steps]) for key in steps[0]}, ends
+
+
+def test_recorded_runs_are_there():
+  """Without the files the test below would have no cases and pass in silence."""
+  assert _recorded_runs()
+
+
+@pytest.mark.parametrize("run", _recorded_runs())
+def test_recorded_run(run):
+  """Every step picks what the original picked, with its threshold, partitions and residuals."""
+  with np.load(DATA / f"{run}.npz") as arrays:
+    recorded = dict(arrays)
+  replayed, ends = _replay(json.loads(str(recorded["meta"])))
+
+  for key in EXACT:
+    if key in recorded:
+      np.testing.assert_array_equal(replayed[key], recorded[key], err_msg=key)
+  if "out_abs" in recorded:
+    for key in ("out_abs", "res_norm"):
+      np.testing.assert_allclose(replayed[key], recorded[key], VALUE_TOLERANCE, err_msg=key)
+    # The sum cancels, so its error is measured against the sum of magnitudes.
+    error = np.abs(replayed["out_sum"] - recorded["out_sum"])
+    assert (error <= VALUE_TOLERANCE * recorded["out_abs"]).all()
+  for end in ENDS:
+    if f"idx_{end}" in recorded:
+      nonzero, values = ends[end]
+      np.testing.assert_array_equal(nonzero, recorded[f"idx_{end}"])
+      scale = np.abs(recorded[f"out_{end}"]).mean()
+      np.testing.assert_allclose(
+        values, recorded[f"out_{end}"], VALUE_TOLERANCE, atol=VALUE_TOLERANCE * scale
+      )
+
+
+# Four partitions of 8 blocks of 32 elements. With 400 picked entries the mean is 100, the upper
+# bound 105, the lower one 95.2; a moved block takes int(32 * 400 / 1024) = 12 entries with it;
+# partitions give blocks away down to 32 / (4 * 4) = 2 blocks.
+SWEEP_BLOCKS = oracle.Blocks(size=1024, block_size=32, num_blocks=32)
+SWEEP_START = [0, 8, 16, 24, 32]
+
+SWEEP_CASES = {
+  # 0 gives to 1: [118, 106, 80, 96]. Only now is 1 above 105, so it gives to 2: [118, 94, 92, 96].
+  # Then 2 is low, but 3 is not high. With counts left as they were, 1 (94) would keep its block.
+  "right_then_gives": ([130, 94, 80, 96], [0, 7, 15, 24, 32]),
+  # 0 gives to 1: [108, 102, 110, 80]. Now 1 is in the band and takes nothing from 2; 2 gives to 3.
+  # With counts left as they were, 1 (90) would take a block from 2 (110) as well.
+  "right_then_takes_not": ([120, 90, 110, 80], [0, 7, 16, 23, 32]),
+  # 0 takes from 1: [92, 94, 120, 94]. Only now is 1 below 95.2, so it takes from 2:
+  # [92, 106, 108, 94], and 2 gives to 3. With counts left as they were, 1 (106) would take nothing.
+  "left_then_takes": ([80, 106, 120, 94], [0, 9, 17, 23, 32]),
+  # 0 takes from 1: [92, 96, 90, 122]. Now 1 is in the band and gives nothing to 2; 2 takes from 3.
+  # With counts left as they were, 1 (108) would give a block to 2 (90) as well.
+  "left_then_gives_not": ([80, 108, 90, 122], [0, 9, 16, 25, 32]),
+}
+
+
+@pytest.mark.parametrize("counts, expected", SWEEP_CASES.values(), ids=SWEEP_CASES.keys())
+def test_sweep_sees_its_own_moves(counts, expected):
+  """The counts move with the blocks inside a sweep; the recorded runs do not tell."""
+  assert oracle.paper_sweep(SWEEP_START, counts, SWEEP_BLOCKS) == expected
+
+
+def test_sweep_needs_neighbours_on_both_sides_of_the_band():
+  """A weakness of the original that paper mode keeps: with one of them inside, nothing moves."""
+  assert oracle.paper_sweep(SWEEP_START, [190, 100, 10, 100], SWEEP_BLOCKS) == SWEEP_START
+
+
+@pytest.mark.parametrize(
+  "start, counts",
+  [([0, 2, 16, 24, 32], [300, 0, 50, 50]), ([0, 30, 32, 32, 32], [0, 400, 0, 0])],
+  ids=["to_the_right", "to_the_left"],
+)
+def test_sweep_stops_at_the_shortest_partition(start, counts):
+  """A partition of 2 blocks keeps them, in either direction."""
+  assert oracle.paper_sweep(start, counts, SWEEP_BLOCKS) == start
+
+
+@pytest.mark.parametrize("num_blocks, n", [(0, 1), (0, 3), (1, 4), (3, 8), (5, 4), (1024, 7)])
+def test_sweeps_keep_partitions_tiling(num_blocks, n):
+  """Boundaries stay ordered and nobody loses the last block, empty partitions included."""
+  rng = np.random.default_rng(0)
+  blocks = oracle.Blocks(size=num_blocks * 2, block_size=2, num_blocks=num_blocks)
+  boundaries = oracle.initial_boundaries(num_blocks, n)
+  had_one = np.diff(boundaries) > 0
+  for _ in range(100):
+    boundaries = oracle.paper_sweep(boundaries, rng.integers(0, 20, n), blocks)
+    assert boundaries[0] == 0 and boundaries[-1] == num_blocks and len(boundaries) == n + 1
+    assert (np.diff(boundaries) >= had_one).all()
+
+
+def test_paper_threshold_has_three_gains():
+  """Each edge of the band belongs to the gain below it."""
+  wanted, threshold = 1000, 2.0
+  edges = [(1101, 1.005), (1100, 1.00125), (910, 1.00125), (909, 0.995), (0, 0.995)]
+  for picked, gain in edges:
+    assert oracle.paper_threshold(threshold, picked, wanted) == threshold * gain
+
+
+def test_paper_blocks_leave_the_tail_to_the_last_partition():
+  """Nearly half of this vector is tail, the original's worst case."""
+  blocks = oracle.paper_blocks(65535)
+  assert blocks == oracle.Blocks(size=65535, block_size=32, num_blocks=1024)
+  assert oracle.position(blocks, 1023) == 1023 * 32
+  assert oracle.position(blocks, 1024) == 65535
+  with pytest.raises(ValueError, match="32767"):
+    oracle.paper_blocks(32767)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 31, 127, 128, 1000, 4096, 32768, 65535, 1_000_003])
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 40])
+def test_even_blocks_cover_every_size(size, n):
+  """No block is longer than the others, the last one is not empty, large ones are aligned."""
+  blocks = oracle.even_blocks(size, n)
+  ends = [oracle.position(blocks, b) for b in range(blocks.num_blocks + 1)]
+  lengths = np.diff(ends)
+  assert ends[0] == 0 and ends[-1] == size
+  assert (lengths[:-1] == blocks.block_size).all()
+  assert (lengths > 0).all() and (lengths <= blocks.block_size).all()
+  assert blocks.num_blocks <= oracle.DEFAULT_NUM_BLOCKS
+  if size >= oracle.ALIGNMENT * oracle.BLOCKS_PER_WORKER * n:
+    assert blocks.block_size % oracle.ALIGNMENT == 0
+
+
+def test_select_takes_what_is_not_below_the_threshold():
+  """The threshold itself qualifies, in float32, and so does NaN."""
+  acc = np.array([9.0, 0.1, -0.1, 0.09, np.nan, -np.inf, 9.0], np.float32)
+  assert oracle.select(acc, 1, 6, 0.1, 0).tolist() == [1, 2, 4, 5]
+
+
+def test_select_falls_back_to_one_index_per_step():
+  """The index walks through the range; an empty range has none to offer."""
+  acc = np.zeros(10, np.float32)
+  assert [oracle.select(acc, 4, 7, 1.0, t).tolist() for t in range(4)] == [[4], [5], [6], [4]]
+  assert oracle.select(acc, 4, 4, 1.0, 0).size == 0
+  assert oracle.select(acc, 4, 7, 1.0, 0, fallback=False).size == 0
+
+
+def test_truncate_strides_evenly():
+  """Rank j of 4 keeps hit floor(j * 10 / 4); what fits is left alone."""
+  indices = np.arange(100, 110)
+  assert oracle.truncate(indices, 4).tolist() == [100, 102, 105, 107]
+  assert oracle.truncate(indices, 10).tolist() == indices.tolist()
+  assert oracle.truncate(indices, None).tolist() == indices.tolist()
+
+
+def test_capacity_stays_between_one_and_the_vector():
+  """At least one index a worker, at most all of them, and no limit where none is wanted."""
+  assert oracle.capacity(100_000, 8, 1e-3, 1.25) == 16  # 1.25 * 100 / 8, rounded up
+  assert oracle.capacity(5, 8, 1e-3, 1.25) == 1
+  assert oracle.capacity(5, 1, 0.9, 100.0) == 5
+  assert oracle.capacity(100_000, 8, 1e-3, None) is None
+  assert oracle.capacity(100_000, 8, 1.0, 1.25) is None
+
+
+SIZE, WORKERS, DENSITY = 300, 3, 0.05  # of the small runs below
+ROUNDING = {"rtol": 1e-6, "atol": 1e-7}  # of a float32 mean of values of order 1
+
+
+def _run(num_steps, *, density=DENSITY, **options):
+  """Yields acc, update, the state before and after, and the info of each step of a small run."""
+  after = oracle.init(SIZE, WORKERS, density)
+  for t in range(num_steps):
+    before, grads = after, _grads(SIZE, WORKERS, t)
+    update, after, info = oracle.step(before, grads, density=density, **options)
+    yield grads + before.residual, update, before, after, info
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+def test_nothing_is_lost(limit):
+  """What is not sent stays in the residual, what the capacity cuts off included."""
+  overflow = 0
+  for acc, update, _, state, info in _run(40, capacity=limit):
+    sent = np.zeros(SIZE, bool)
+    sent[info["indices"]] = True
+    assert sent.sum() == info["selected"] == info["counts"].sum() - info["overflow"]
+    np.testing.assert_array_equal(state.residual, np.where(sent, 0, acc))
+    np.testing.assert_allclose(update, np.where(sent, acc.mean(axis=0), 0), **ROUNDING)
+    assert limit is None or info["selected"] <= limit * WORKERS
+    overflow += info["overflow"]
+  assert (overflow > 0) == (limit is not None)
+
+
+def test_workers_choose_from_partitions_in_rotation():
+  """Worker r owns partition (t + r) mod n, so in every step each of them picks from its own."""
+  blocks = oracle.geometry(SIZE, WORKERS)
+  for t, (_, _, before, _, info) in enumerate(_run(2 * WORKERS)):
+    ends = [oracle.position(blocks, b) for b in before.boundaries]
+    per_partition, _ = np.histogram(info["indices"], ends)
+    assert [per_partition[(t + r) % WORKERS] for r in range(WORKERS)] == info["counts"].tolist()
+
+
+def test_density_one_sends_everything_for_ever():
+  for acc, update, _, state, info in _run(5, density=1.0, capacity=1):
+    assert info["selected"] == SIZE and info["overflow"] == 0
+    assert state.threshold == 0.0 and not state.residual.any()
+    np.testing.assert_allclose(update, acc.mean(axis=0), **ROUNDING)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_nonfinite_gradients_skip_the_step(bad):
+  """One bad entry on one worker: nobody moves, and only the skip is remembered."""
+  *_, (_, _, _, before, _) = _run(4)
+  grads = _grads(SIZE, WORKERS, before.step)
+  grads[1, 7] = bad
+  update, after, info = oracle.step(before, grads, density=DENSITY)
+  assert info["skipped"] and info["selected"] == 0 and not update.any()
+  np.testing.assert_array_equal(after.residual, before.residual)
+  assert after.skipped == before.skipped + 1
+  assert (after.step, after.threshold, after.boundaries) == (
+    before.step, before.threshold, before.boundaries
+  )
+
+
+def test_nonfinite_gradients_propagate_on_request():
+  """The owner of the entry picks NaN, so it reaches the update at once."""
+  state = oracle.init(SIZE, WORKERS, DENSITY)
+  grads = _grads(SIZE, WORKERS, 0)
+  grads[0, 7] = np.nan  # in step 0 worker 0 owns the first partition
+  update, after, info = oracle.step(state, grads, density=DENSITY, nonfinite="propagate")
+  assert np.flatnonzero(np.isnan(update)).tolist() == [7]
+  assert not info["skipped"] and after.step == 1 and np.isfinite(after.residual).all()
+
+
+@pytest.mark.parametrize("size, n", [(1, 1), (1, 3), (5, 8), (500, 1), (40_000, 5)])
+def test_any_size_and_number_of_workers_runs(size, n):
+  """More workers than elements, one worker, and sizes on both sides of the original's least."""
+  state = oracle.init(size, n, DENSITY)
+  num_steps = 5
+  gradients = (_grads(size, n, t) for t in range(num_steps))
+  for _, state, info in oracle.simulate(state, gradients, density=DENSITY):
+    assert len(np.unique(info["indices"])) == info["selected"] >= 1
+  assert state.step == num_steps
