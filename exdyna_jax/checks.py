@@ -4,16 +4,27 @@ import math
 import numbers
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+
+
+def _check_static(name: str, value: Any, wanted: str) -> None:
+  if isinstance(value, jax.Array):
+    raise TypeError(
+      f"{name} must be {wanted}, not an array, since array shapes follow from it; got {value!r}."
+      f" Under optax.inject_hyperparams, name {name} in static_args."
+    )
+
+
+def _check_type(name: str, value: Any, kind: type, wanted: str) -> None:
+  _check_static(name, value, wanted)
+  if isinstance(value, bool) or not isinstance(value, kind):
+    raise TypeError(f"{name} must be {wanted}, got {value!r}.")
 
 
 def check_density(density: Any) -> float:
   """``density`` as a float; raises unless it is a number in (0, 1]."""
-  if isinstance(density, bool) or not isinstance(density, numbers.Real):
-    raise TypeError(
-      f"density must be a Python number in (0, 1], got {density!r}: it decides array shapes. Under"
-      " optax.inject_hyperparams, name it in static_args."
-    )
+  _check_type("density", density, numbers.Real, "a Python number in (0, 1]")
   value = float(density)
   if not 0 < value <= 1:
     raise ValueError(f"density must be in (0, 1], got {density!r}. 0.001 sends 0.1% a step.")
@@ -28,8 +39,7 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
 
 def check_count(name: str, value: Any) -> None:
   """Raises unless ``value`` is an integer of at least 1."""
-  if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-    raise TypeError(f"{name} must be an integer, got {value!r}.")
+  _check_type(name, value, numbers.Integral, "an integer")
   if value < 1:
     raise ValueError(f"{name} must be at least 1, got {value!r}.")
 
@@ -38,13 +48,14 @@ def check_positive(name: str, value: Any, otherwise: str) -> None:
   """Raises unless ``value`` is None (what that means: ``otherwise``) or positive and finite."""
   if value is None:
     return
-  if isinstance(value, bool) or not isinstance(value, numbers.Real):
-    raise TypeError(f"{name} must be a Python number or None ({otherwise}), got {value!r}.")
+  _check_type(name, value, numbers.Real, f"a Python number or None ({otherwise})")
   if not 0 < float(value) < math.inf:
     raise ValueError(f"{name} must be positive and finite, or None ({otherwise}), got {value!r}.")
 
 
 def check_float_dtype(name: str, dtype: Any) -> None:
   """Raises TypeError unless ``dtype`` is a floating-point dtype."""
+  wanted = "a floating-point dtype"
+  _check_static(name, dtype, wanted)
   if not jnp.issubdtype(dtype, jnp.floating):
-    raise TypeError(f"{name} must be a floating-point dtype, got {dtype!r}.")
+    raise TypeError(f"{name} must be {wanted}, got {dtype!r}.")

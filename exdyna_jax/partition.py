@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from .blocks import Blocks
+from .integers import mul_div
 
 # The original moves a block where one neighbour is above and the other below this band around the
 # mean count, and leaves every partition a quarter of its equal share.
@@ -43,10 +44,9 @@ def paper_boundaries(boundaries: jax.Array, counts: jax.Array, blocks: Blocks) -
     int32 ``[n + 1]``, the partitions of the next step.
   """
   n = counts.shape[0]
-  wide = jnp.result_type(float)
   total = jnp.sum(counts, dtype=jnp.int32)
-  mean = jnp.maximum(total // n, 1).astype(wide)
-  shift = (total.astype(wide) * blocks.block_size / blocks.size).astype(jnp.int32)
+  mean = jnp.maximum(total // n, 1)
+  shift = mul_div(total, blocks.block_size, max(blocks.size, 1))
   min_blocks = PAPER_MIN_SHARE * blocks.num_blocks / n
 
   def visit(i, carry):

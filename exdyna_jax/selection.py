@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .integers import mul_div
+
 BITS = 32  # elements per word of the mask
 ROW = 32  # words per row; prefix sums are kept within rows and over rows
 ROW_SIZE = BITS * ROW  # elements per row
@@ -89,11 +91,8 @@ def strided_ranks(count: jax.Array, capacity: int) -> jax.Array:
   """
   slot = lax.iota(jnp.int32, capacity)
   excess = jnp.maximum(count - capacity, 0)
-  # The rank is slot + floor(slot * excess / capacity), but the product leaves int32. Estimate the
-  # quotient in float32 and correct it by the remainder, which is small and survives wrapping.
-  quotient = (slot.astype(jnp.float32) * excess.astype(jnp.float32) / capacity).astype(jnp.int32)
-  quotient += (slot * excess - quotient * capacity) // capacity
-  return slot + jnp.clip(quotient, 0, excess)
+  # floor(j * count / capacity) = j + floor(j * excess / capacity)
+  return slot + jnp.clip(mul_div(slot, excess, capacity), 0, excess)
 
 
 def take(hits: Hits, ranks: jax.Array, size: int) -> jax.Array:

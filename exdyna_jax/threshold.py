@@ -4,12 +4,13 @@ A threshold is a scalar of the widest float enabled; it is compared in float32.
 """
 
 import math
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
 
 # The original's online threshold scaling: bands of (selected / wanted) and their factors.
-PAPER_TOO_MANY, PAPER_ENOUGH = 1.1, 0.909
+PAPER_TOO_MANY, PAPER_ENOUGH = Fraction("1.1"), Fraction("0.909")
 PAPER_UP, PAPER_DRIFT, PAPER_DOWN = 1.005, 1.00125, 0.995
 
 
@@ -39,9 +40,10 @@ def paper_scaled(threshold: jax.Array, selected: jax.Array, k: int) -> jax.Array
     The threshold of the next step, kept a normal float32 number: a run of all-zero gradients
     cannot drive it to zero, where everything would qualify.
   """
-  excess = selected.astype(threshold.dtype) / k
-  factor = jnp.where(
-    excess > PAPER_TOO_MANY, PAPER_UP, jnp.where(excess > PAPER_ENOUGH, PAPER_DRIFT, PAPER_DOWN)
-  ).astype(threshold.dtype)
+  # Compared as integers: XLA multiplies by 1 / k instead of dividing, and e = 1.1 becomes more.
+  too_many = selected > math.floor(PAPER_TOO_MANY * k)
+  enough = selected > math.floor(PAPER_ENOUGH * k)
+  factor = jnp.where(too_many, PAPER_UP, jnp.where(enough, PAPER_DRIFT, PAPER_DOWN))
+  factor = factor.astype(threshold.dtype)
   limits = jnp.finfo(jnp.float32)
   return jnp.clip(threshold * factor, limits.tiny, limits.max)

@@ -74,7 +74,7 @@ def sparsifier(
   def init_fn(params):
     size = flat.flat_size(params)
     # A tree without elements, such as optax's placeholder for parameters, may come from anywhere.
-    n, bound = resolve_workers(axis_name, num_workers if size else num_workers or 1)
+    n, bound = resolve_workers(axis_name, num_workers, needed=size > 0)
     threshold, boundaries = algorithm.init(size, n)
     residual = jnp.zeros((size if bound else n * size,), residual_dtype)
     return State(

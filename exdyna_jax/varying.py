@@ -50,8 +50,13 @@ def check_bound(axis_name: AxisName, caller: str) -> int:
   return size
 
 
-def resolve_workers(axis_name: AxisName, num_workers: int | None) -> tuple[int, bool]:
-  """``(n, bound)``: the number of workers, and whether we are inside the mapped function."""
+def resolve_workers(
+  axis_name: AxisName, num_workers: int | None, *, needed: bool
+) -> tuple[int, bool]:
+  """``(n, bound)``: the number of workers, and whether we are inside the mapped function.
+
+  Where nothing tells n: 1 if it is not ``needed``, else ValueError with the three ways to tell.
+  """
   size = bound_axis_size(axis_name)
   if size is not None:
     if num_workers not in (None, size):
@@ -65,6 +70,8 @@ def resolve_workers(axis_name: AxisName, num_workers: int | None) -> tuple[int, 
   mesh_shape = dict(jax.sharding.get_abstract_mesh().shape)
   if all(a in mesh_shape for a in axis_tuple(axis_name)):
     return math.prod(mesh_shape[a] for a in axis_tuple(axis_name)), False
+  if not needed:
+    return 1, False
   raise ValueError(
     f"the number of workers along {axis_name!r} is unknown in init. Pass num_workers=, or call"
     " init under jax.set_mesh(mesh) with that axis, or inside jax.shard_map over it."

@@ -27,9 +27,8 @@ FIELDS_MEAN, FIELDS_STD = 131070, 37837.0  # of the sum of the four fields
 
 def grad(size, step, worker, *, seed=2026, scale=1.0, profile="unbalanced"):
   """The gradient of one worker in one step: float32 `[size]`, with an L2 norm of order `scale`."""
-  z = (
-    COMMON_WEIGHT * _common_part(size, step, seed)
-    + WORKER_WEIGHT * _normal((seed, WORKER_STREAM, step, worker), size)
+  z = COMMON_WEIGHT * _common_part(size, step, seed) + WORKER_WEIGHT * _normal(
+    (seed, WORKER_STREAM, step, worker), size
   )
   return (z * np.abs(z) * _element_scales(size, profile) * scale).astype(np.float32)
 

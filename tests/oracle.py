@@ -194,7 +194,7 @@ def step(state, grads, *, density, capacity=None, blocks=None, nonfinite="skip")
   counts = [0] * n
   sent = [np.zeros(0, np.int64)] * n
   counts_by_partition = [0] * n
-  for r in [] if skip else range(n):
+  for r in range(0 if skip else n):
     partition = (state.step + r) % n
     start = position(blocks, state.boundaries[partition])
     end = position(blocks, state.boundaries[partition + 1])

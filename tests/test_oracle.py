@@ -42,18 +42,20 @@ def _replay(meta):
     nonzero = np.flatnonzero(update)
     exact_update = update.astype(np.float64)
     bounds = info["boundaries_used"]
-    steps.append({
-      "counts": info["counts"],
-      "total": info["selected"],
-      "thr": info["threshold_used"],
-      "blk_part": np.diff(bounds),
-      "blk_pos": bounds[:-1],
-      "idx_sum": nonzero.sum(),
-      "idx_xor": np.bitwise_xor.reduce(nonzero),
-      "out_sum": exact_update.sum(),
-      "out_abs": np.abs(exact_update).sum(),
-      "res_norm": [np.linalg.norm(row.astype(np.float64)) for row in state.residual],
-    })
+    steps.append(
+      {
+        "counts": info["counts"],
+        "total": info["selected"],
+        "thr": info["threshold_used"],
+        "blk_part": np.diff(bounds),
+        "blk_pos": bounds[:-1],
+        "idx_sum": nonzero.sum(),
+        "idx_xor": np.bitwise_xor.reduce(nonzero),
+        "out_sum": exact_update.sum(),
+        "out_abs": np.abs(exact_update).sum(),
+        "res_norm": [np.linalg.norm(row.astype(np.float64)) for row in state.residual],
+      }
+    )
     ends.setdefault("first", (nonzero, update[nonzero]))
     ends["last"] = (nonzero, update[nonzero])
   return {key: np.array([row[key] for row in steps]) for key in steps[0]}, ends
@@ -124,13 +126,18 @@ def test_sweep_needs_neighbours_on_both_sides_of_the_band():
 
 
 @pytest.mark.parametrize(
-  "start, counts",
-  [([0, 2, 16, 24, 32], [300, 0, 50, 50]), ([0, 30, 32, 32, 32], [0, 400, 0, 0])],
-  ids=["to_the_right", "to_the_left"],
+  "start, counts, expected",
+  [
+    ([0, 3, 16, 24, 32], [200, 0, 100, 100], [0, 2, 16, 24, 32]),
+    ([0, 2, 16, 24, 32], [200, 0, 100, 100], [0, 2, 16, 24, 32]),
+    ([0, 13, 16, 24, 32], [0, 200, 100, 100], [0, 14, 16, 24, 32]),
+    ([0, 14, 16, 24, 32], [0, 200, 100, 100], [0, 14, 16, 24, 32]),
+  ],
+  ids=["last_to_the_right", "none_to_the_right", "last_to_the_left", "none_to_the_left"],
 )
-def test_sweep_stops_at_the_shortest_partition(start, counts):
-  """A partition of 2 blocks keeps them, in either direction."""
-  assert oracle.paper_sweep(start, counts, SWEEP_BLOCKS) == start
+def test_sweep_stops_at_the_shortest_partition(start, counts, expected):
+  """A partition of 3 blocks still gives one away, a partition of 2 keeps both."""
+  assert oracle.paper_sweep(start, counts, SWEEP_BLOCKS) == expected
 
 
 @pytest.mark.parametrize("num_blocks, n", [(0, 1), (0, 3), (1, 4), (3, 8), (5, 4), (1024, 7)])
@@ -180,9 +187,9 @@ def test_even_blocks_cover_every_size(size, n):
 
 
 def test_select_takes_what_is_not_below_the_threshold():
-  """The threshold itself qualifies, in float32, and so does NaN."""
-  acc = np.array([9.0, 0.1, -0.1, 0.09, np.nan, -np.inf, 9.0], np.float32)
-  assert oracle.select(acc, 1, 6, 0.1, 0).tolist() == [1, 2, 4, 5]
+  """The threshold itself qualifies, in float32 (where 0.7 is less than in float64), and NaN too."""
+  acc = np.array([9.0, 0.7, -0.7, 0.69, np.nan, -np.inf, 9.0], np.float32)
+  assert oracle.select(acc, 1, 6, 0.7, 0).tolist() == [1, 2, 4, 5]
 
 
 def test_select_falls_back_to_one_index_per_step():
@@ -248,6 +255,7 @@ def test_workers_choose_from_partitions_in_rotation():
 
 
 def test_density_one_sends_everything_for_ever():
+  """The threshold stays 0 and a capacity does not bind, so nothing ever waits in the residual."""
   for acc, update, _, state, info in _run(5, density=1.0, capacity=1):
     assert info["selected"] == SIZE and info["overflow"] == 0
     assert state.threshold == 0.0 and not state.residual.any()
@@ -265,7 +273,9 @@ def test_nonfinite_gradients_skip_the_step(bad):
   np.testing.assert_array_equal(after.residual, before.residual)
   assert after.skipped == before.skipped + 1
   assert (after.step, after.threshold, after.boundaries) == (
-    before.step, before.threshold, before.boundaries
+    before.step,
+    before.threshold,
+    before.boundaries,
   )
 
 

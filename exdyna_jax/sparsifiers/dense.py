@@ -53,7 +53,7 @@ def dense(
 
   def init_fn(params):
     size = flat.flat_size(params)
-    n, bound = resolve_workers(axis_name, num_workers if size else num_workers or 1)
+    n, bound = resolve_workers(axis_name, num_workers, needed=size > 0)
     residual = jnp.zeros((0,), jnp.float32)
     return State(
       step=jnp.zeros((), jnp.int32),

@@ -1,0 +1,164 @@
+"""Bad input raises at once or at trace time, names the value, and gives the cure."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import workers as w
+from exdyna_jax import dense, exdyna, get_stats, local_params, state_specs
+from jax.sharding import PartitionSpec as P
+
+SIZE = 100
+
+
+@pytest.mark.parametrize(
+  "options, error, message",
+  [
+    ({"density": 0}, ValueError, r"density must be in \(0, 1\], got 0"),
+    ({"density": -0.1}, ValueError, "got -0.1"),
+    ({"density": 1.5}, ValueError, "got 1.5"),
+    ({"density": float("nan")}, ValueError, "got nan"),
+    ({"density": "much"}, TypeError, "got 'much'"),
+    ({"density": True}, TypeError, "got True"),
+    ({"density": jnp.asarray(0.1)}, TypeError, "static_args"),
+    ({"axis_name": 3}, TypeError, "axis_name must be .* got 3"),
+    ({"axis_name": ()}, TypeError, r"got \(\)"),
+    ({"axis_name": ("a", 1)}, TypeError, "got"),
+    ({"threshold": "newton"}, ValueError, "threshold must be one of 'paper'.*got 'newton'"),
+    ({"partition": "even"}, ValueError, "partition must be one of 'paper'.*got 'even'"),
+    ({"nonfinite": "ignore"}, ValueError, "'skip', 'propagate', got 'ignore'"),
+    ({"num_workers": 0}, ValueError, "num_workers must be at least 1, got 0"),
+    ({"num_workers": 2.0}, TypeError, "num_workers must be an integer, got 2.0"),
+    ({"num_blocks": 0}, ValueError, "num_blocks must be at least 1, got 0"),
+    ({"capacity_factor": 0.0}, ValueError, "capacity_factor must be positive.*got 0.0"),
+    ({"capacity_factor": float("inf")}, ValueError, "got inf"),
+    ({"capacity_factor": "1"}, TypeError, "got '1'"),
+    ({"initial_threshold": -1.0}, ValueError, "initial_threshold must be positive.*got -1.0"),
+    ({"initial_threshold": float("nan")}, ValueError, "got nan"),
+    ({"residual_dtype": jnp.int32}, TypeError, "residual_dtype must be a floating-point"),
+  ],
+)
+def test_arguments(options, error, message):
+  with pytest.raises(error, match=message):
+    exdyna(**{"density": 0.1, "axis_name": w.AXIS, **options})
+
+
+@pytest.mark.parametrize("tx", [exdyna(0.1, w.AXIS), dense(w.AXIS)])
+def test_number_of_workers_unknown(tx):
+  with pytest.raises(ValueError, match="num_workers=, or call init under jax.set_mesh"):
+    tx.init(jnp.zeros(SIZE))
+
+
+def test_number_of_workers_wrong():
+  tx = exdyna(0.1, w.AXIS, num_workers=3)
+  with pytest.raises(ValueError, match="num_workers=3, but mesh axis 'data' has 4"):
+    jax.eval_shape(jax.vmap(tx.init, axis_name=w.AXIS), jnp.zeros((4, SIZE)))
+
+
+@pytest.mark.parametrize("make", [lambda **k: exdyna(0.1, **k), dense])
+def test_axis_not_bound(make):
+  tx = make(axis_name=w.AXIS, num_workers=4)
+  with pytest.raises(ValueError, match="mesh axis 'data', which is not bound.*jax.shard_map"):
+    tx.update(jnp.zeros(SIZE), tx.init(jnp.zeros(SIZE)))
+  with pytest.raises(ValueError, match="local_params needs the mesh axis 'data'"):
+    local_params(jnp.zeros(3), w.AXIS)
+
+
+def trace(tx, state, specs, grads, n=4):
+  """Traces one sharded step, without computing anything."""
+  step = jax.shard_map(
+    lambda state, grads: tx.update(grads, state),
+    mesh=w.mesh_of(n), in_specs=(specs, P()), out_specs=(P(), specs), check_vma=False,
+  )  # fmt: skip
+  jax.eval_shape(step, state, grads)
+
+
+@pytest.mark.parametrize(
+  "made_for, specs_of, message",
+  [
+    # The whole residual where a worker's own part is due: init outside, but P() everywhere.
+    (SIZE, lambda s: P(), r"shape \(400,\).*need \(100,\).*in_specs=exdyna_jax.state_specs"),
+    (SIZE - 1, lambda s: state_specs(s, w.AXIS), r"shape \(99,\).*another model"),
+    (2 * SIZE, lambda s: state_specs(s, w.AXIS), r"shape \(200,\).*another model"),
+  ],
+)
+def test_residual_of_the_wrong_shape(made_for, specs_of, message):
+  tx = exdyna(0.1, w.AXIS, num_workers=4)
+  state = tx.init(jnp.zeros(made_for))
+  with pytest.raises(ValueError, match=message):
+    trace(tx, state, specs_of(state), jnp.zeros(SIZE))
+
+
+def test_state_of_another_mesh_or_transformation():
+  tx = exdyna(0.1, w.AXIS)
+  state = exdyna(0.1, w.AXIS, num_workers=2).init(jnp.zeros(SIZE))
+  with pytest.raises(ValueError, match="made for 2 workers, but the mesh axis has 4"):
+    trace(tx, state, state_specs(state, w.AXIS), jnp.zeros(SIZE))
+  with pytest.raises(TypeError, match="update needs the State that init returned, got tuple"):
+    trace(tx, (state,), (state_specs(state, w.AXIS),), jnp.zeros(SIZE))
+
+
+@pytest.mark.parametrize("make", [lambda **k: exdyna(0.1, **k), dense])
+def test_gradients_that_are_already_summed(make):
+  """The trap that every user falls into: replicated parameters, differentiated as they are."""
+  tx = make(axis_name=w.AXIS, num_workers=4)
+  params = {"w": jnp.zeros(SIZE), "scale": jnp.ones(())}
+  state = tx.init(params)
+  specs = state_specs(state, w.AXIS)
+
+  def step(cast, uses_scale=True):
+    def run(params, state, x):
+      loss = lambda p: jnp.sum(p["w"] * x) * (p["scale"] if uses_scale else 1.0)
+      return tx.update(jax.grad(loss)(cast(params)), state)
+
+    mapped = jax.shard_map(
+      run, mesh=w.mesh_of(4), in_specs=(P(), specs, P(w.AXIS)), out_specs=(P(), specs)
+    )
+    return jax.eval_shape(mapped, params, state, jnp.zeros(4 * SIZE))
+
+  with pytest.raises(ValueError, match=r"gradient\['scale'\] is the same on all workers.*local_pa"):
+    step(lambda params: params)
+  step(lambda params: local_params(params, w.AXIS))
+  # No false alarm for parameters that the loss does not use.
+  step(lambda params: local_params(params, w.AXIS), uses_scale=False)
+
+
+@pytest.mark.parametrize("call", ["init", "update"])
+def test_leaves_that_cannot_be_selected(call):
+  tx = exdyna(0.1, w.AXIS)
+  state = exdyna(0.1, w.AXIS, num_workers=4).init(jnp.zeros(SIZE))
+
+  def run(tree):
+    def on_worker(_):
+      return tx.init(tree) if call == "init" else tx.update(tree, state)
+
+    return jax.eval_shape(jax.vmap(on_worker, axis_name=w.AXIS), jnp.arange(4))
+
+  with pytest.raises(TypeError, match=r"leaf \['c'\] is complex64.*real and imaginary"):
+    run({"a": jnp.zeros(3), "c": jnp.zeros(3, jnp.complex64)})
+  huge = {"a": jax.ShapeDtypeStruct((2**30,), jnp.float32)}
+  huge["b"] = huge["a"]
+  with pytest.raises(ValueError, match="2147483648 elements.*optax.partition"):
+    run(huge)
+
+
+def test_inject_hyperparams_says_what_to_do():
+  make = optax.inject_hyperparams(exdyna)
+  options = {"density": 0.1, "axis_name": w.AXIS, "num_workers": 4}
+  with pytest.raises(TypeError, match="name num_blocks in static_args"):
+    make(**options).init(jnp.zeros(SIZE))
+  static = ("density", "num_workers", "num_blocks", "capacity_factor")
+  with pytest.raises(TypeError, match="name residual_dtype in static_args"):
+    optax.inject_hyperparams(exdyna, static_args=static)(**options).init(jnp.zeros(SIZE))
+  static += ("residual_dtype",)
+  optax.inject_hyperparams(exdyna, static_args=static)(**options).init(jnp.zeros(SIZE))
+
+
+def test_get_stats_needs_one_state():
+  tx = exdyna(0.1, w.AXIS, num_workers=4)
+  state = tx.init(jnp.zeros(SIZE))
+  with pytest.raises(ValueError, match="found 0 sparsifier states in a dict"):
+    get_stats({"a": np.zeros(3)})
+  with pytest.raises(ValueError, match="found 2 sparsifier states in a tuple"):
+    get_stats((state, state))

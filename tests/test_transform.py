@@ -1,0 +1,365 @@
+"""The invariants of the design, for every way of mapping, against the NumPy reference."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
+import pytest
+import workers as w
+from exdyna_jax import dense, exdyna, get_stats, state_specs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+# Trees with what real parameters have: scalars, empty leaves, None, mixed precision.
+TREES = {
+  "vector": jnp.zeros(33),
+  "mixed": {"w": jnp.zeros((7, 11)), "b": jnp.zeros(5, jnp.bfloat16), "s": jnp.zeros(())},
+  "holes": [jnp.zeros((0, 3)), None, (jnp.zeros(31), jnp.zeros((2, 1)))],
+  "single": {"x": jnp.zeros(())},
+  "larger": {"a": jnp.zeros((40, 50)), "b": jnp.zeros(1501)},
+}
+ROUNDING = 1e-6  # relative, of a mean of float32 numbers
+
+
+@functools.cache
+def compiled(tree, n, how, density, capacity_factor, nonfinite="skip"):
+  """One compilation per configuration, shared by all tests."""
+  tx = exdyna(density, w.AXIS, num_workers=n, capacity_factor=capacity_factor, nonfinite=nonfinite)
+  return w.run_on(tx, n, TREES[tree], how)
+
+
+def random_grads(rng, n, tree, scale):
+  def leaf(x):
+    heavy = rng.standard_normal((n, *x.shape)) ** 3  # heavy tails: few large entries
+    return jnp.asarray(scale * heavy, x.dtype)
+
+  return jax.tree.map(leaf, tree)
+
+
+def flat_rows(tree, n):
+  """Leaves `[n, ...]` as `[n, N]` float32, in the order of the tree."""
+  leaves = [np.asarray(x, np.float32).reshape(n, -1) for x in jax.tree.leaves(tree)]
+  return np.concatenate(leaves, axis=1)
+
+
+def follow(workers, params, all_grads, *, density, capacity_factor, nonfinite="skip"):
+  """Runs steps beside the oracle; checks every invariant in each; returns the last state."""
+  n = workers.n
+  state = workers.init(params)
+  size = flat_rows(jax.tree.map(lambda x: np.zeros((1, *x.shape)), params), 1).shape[1]
+  capacity = oracle.capacity(size, n, density, capacity_factor)
+  reference = oracle.init(size, n, density)
+  for grads in all_grads:
+    rows = flat_rows(grads, n)
+    acc = rows + w.residuals(workers, state)
+    # The threshold is float32 here and float64 there: follow ours, compare the next one.
+    before = w.copies(workers, state._replace(residual=()))[0]
+    reference = reference._replace(threshold=float(before.threshold))
+    updates, state = workers.step(state, grads)
+    update, reference, info = oracle.step(
+      reference, rows, density=density, capacity=capacity, nonfinite=nonfinite
+    )
+    got_updates, got = w.agreed(workers, updates, state)  # invariant 3: agreement
+    stats, residual = got.stats, w.residuals(workers, state)
+
+    # Invariant 1: conservation, exactly: what stays is acc without the sent entries.
+    np.testing.assert_array_equal(residual, reference.residual)
+    kept = acc.copy()
+    kept[:, info["indices"]] = 0
+    if not info["skipped"] and np.isfinite(acc).all():
+      np.testing.assert_array_equal(residual, kept)
+      np.testing.assert_array_equal(acc, residual + (acc - kept))
+    # What is sent is the mean of all workers' values, in the gradient's dtype.
+    for leaf, like in zip(jax.tree.leaves(got_updates), jax.tree.leaves(params), strict=True):
+      assert leaf.dtype == like.dtype and leaf.shape == like.shape
+    tolerance = np.concatenate([
+      np.full(x.size, max(ROUNDING, float(jnp.finfo(x.dtype).eps))) for x in jax.tree.leaves(params)
+    ])
+    got_update = flat_rows(jax.tree.map(lambda x: x[None], got_updates), 1)[0]
+    scale = np.nan_to_num(np.abs(acc)).max(axis=0)  # a skipped step sends no NaN, so none here
+    np.testing.assert_array_less(np.abs(got_update - update), tolerance * scale + 1e-30)
+
+    # Invariants 2 and 4: picks are exclusive, in their owner's range, and none is lost.
+    np.testing.assert_array_equal(stats.counts, info["counts"])
+    assert len(set(info["indices"])) == len(info["indices"]) == stats.selected
+    assert stats.selected + stats.overflow == stats.counts.sum()
+    assert stats.overflow == info["overflow"]
+    assert stats.skipped == reference.skipped
+    assert got.step == reference.step
+    np.testing.assert_allclose(stats.padding_ratio, info["padding_ratio"], rtol=ROUNDING)
+    np.testing.assert_allclose(stats.density, stats.selected / size, rtol=ROUNDING)
+    assert stats.threshold_used == before.threshold
+    np.testing.assert_array_equal(got.boundaries, reference.boundaries)
+    assert got.boundaries[0] == 0 and (np.diff(got.boundaries) >= 0).all()
+    np.testing.assert_allclose(got.threshold, reference.threshold, rtol=ROUNDING)
+  return state
+
+
+@settings(max_examples=25)
+@given(
+  tree=st.sampled_from(sorted(TREES)),
+  n=st.sampled_from([1, 2, 3, 4, 8]),
+  density=st.sampled_from([0.01, 0.1, 1.0]),
+  capacity_factor=st.sampled_from([None, 0.5, 1.25]),
+  scale=st.sampled_from([1e-3, 1.0, 1e3]),
+  steps=st.integers(1, 6),
+  seed=st.integers(0, 2**32 - 1),
+)
+def test_invariants(tree, n, density, capacity_factor, scale, steps, seed):
+  rng = np.random.default_rng(seed)
+  workers = compiled(tree, n, "vmap", density, capacity_factor)
+  grads = [random_grads(rng, n, TREES[tree], scale) for _ in range(steps)]
+  follow(workers, TREES[tree], grads, density=density, capacity_factor=capacity_factor)
+
+
+@pytest.mark.parametrize("how", w.WAYS)
+@pytest.mark.parametrize("n", [1, 8])
+def test_every_way_of_mapping(how, n):
+  rng = np.random.default_rng(n)
+  workers = compiled("mixed", n, how, 0.1, 1.25)
+  grads = [random_grads(rng, n, TREES["mixed"], 1.0) for _ in range(4)]
+  follow(workers, TREES["mixed"], grads, density=0.1, capacity_factor=1.25)
+
+
+# Around every limit of the geometry: one element, one word, more workers than elements, the
+# original's smallest vector less one.
+@pytest.mark.parametrize("size", [1, 2, 31, 32, 33, 1000, 65535])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
+def test_small_sizes(size, n):
+  rng = np.random.default_rng(size + n)
+  params = jnp.zeros(size)
+  workers = w.run_on(exdyna(0.01, w.AXIS), n, params, "vmap")
+  grads = [random_grads(rng, n, params, 1.0) for _ in range(2 * n)]
+  follow(workers, params, grads, density=0.01, capacity_factor=1.25)
+
+
+@pytest.mark.parametrize("size", [3, 1000, 65535])
+@pytest.mark.parametrize("n", [1, 4, 8])
+def test_density_one_is_the_dense_mean(size, n):
+  params = {"w": jnp.zeros(size)}
+  grads = random_grads(np.random.default_rng(0), n, params, 1.0)
+  sparse, full = (
+    w.run_on(tx, n, params, "shard_map")
+    for tx in (exdyna(1.0, w.AXIS, num_workers=n), dense(w.AXIS, num_workers=n))
+  )
+  state, dense_state = sparse.init(params), full.init(params)
+  for _ in range(3):
+    updates, state = sparse.step(state, grads)
+    expected, dense_state = full.step(dense_state, grads)
+    np.testing.assert_array_equal(updates["w"], expected["w"])
+    assert not np.any(state.residual) and state.threshold == 0
+    assert get_stats(state).selected == get_stats(dense_state).selected == size
+    assert get_stats(dense_state).density == 1
+
+
+def test_overflow_waits_in_the_residual_and_is_sent_later():
+  n, size = 4, 1000
+  params = jnp.zeros(size)
+  workers = w.run_on(exdyna(0.01, w.AXIS, initial_threshold=0.5), n, params, "vmap")
+  state = workers.init(params)
+  total = np.zeros(size)
+  for step in range(250):
+    grads = jnp.ones((n, size)) * (step == 0)
+    updates, state = workers.step(state, grads)
+    total += np.asarray(updates)[0]
+    if step == 0:
+      assert get_stats(state).overflow[0] == size - get_stats(state).selected[0] > 0
+  np.testing.assert_array_equal(total, np.ones(size))
+  assert not np.any(state.residual)
+
+
+@pytest.mark.parametrize("how", ["shard_map", "unchecked", "vmap"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_step_with_one_bad_worker_is_skipped_by_all(how, bad):
+  n, params = 4, TREES["mixed"]
+  rng = np.random.default_rng(0)
+  workers = compiled("mixed", n, how, 0.1, 1.25)
+  grads = [random_grads(rng, n, params, 1.0) for _ in range(4)]
+  broken = dict(grads[1], w=grads[1]["w"].at[2, 3, 3].set(bad))
+  steps = [grads[0], broken, grads[2], broken, grads[3]]
+  state = follow(workers, params, steps, density=0.1, capacity_factor=1.25)
+  undisturbed = follow(workers, params, grads[:1] + grads[2:], density=0.1, capacity_factor=1.25)
+  # As if the bad batches had not been: everything but the count of skipped steps.
+  same = state._replace(stats=state.stats._replace(skipped=undisturbed.stats.skipped))
+  jax.tree.map(np.testing.assert_array_equal, same, undisturbed)
+  assert w.stats_of(workers, state).skipped == 2
+
+
+@pytest.mark.parametrize("capacity_factor", [1.25, None])
+def test_skipped_for_ever_does_not_hang(capacity_factor):
+  params = TREES["vector"]
+  workers = compiled("vector", 4, "shard_map", 0.1, capacity_factor)
+  state = workers.init(params)
+  for step in range(3):
+    updates, state = workers.step(state, jnp.full((4, 33), np.nan))
+    assert not np.any(updates) and not np.any(state.residual)
+    assert get_stats(state).skipped == step + 1 and state.step == 0
+
+
+def test_propagate_shows_the_nan():
+  """A NaN on one worker reaches everybody within n steps, and then has left the residual."""
+  n, params = 4, TREES["vector"]
+  workers = compiled("vector", n, "vmap", 0.1, 1.25, "propagate")
+  state = workers.init(params)
+  seen = []
+  for step in range(n):
+    grads = jnp.zeros((n, 33)).at[2, 20].set(np.nan if step == 0 else 0.0)
+    updates, state = workers.step(state, grads)
+    seen.append(bool(np.isnan(updates[:, 20]).all()))
+  assert sum(seen) == 1
+  assert np.isfinite(state.residual).all() and get_stats(state).skipped[0] == 0
+
+
+def test_all_zero_gradients_change_nothing():
+  n, params = 4, TREES["larger"]
+  workers = compiled("larger", n, "vmap", 0.01, 1.25)
+  state = workers.init(params)
+  zeros = jax.tree.map(lambda x: jnp.zeros((n, *x.shape)), params)
+  for _ in range(3):
+    updates, state = workers.step(state, zeros)
+    assert all(not np.any(x) for x in jax.tree.leaves(updates))
+  assert not np.any(state.residual) and np.all(state.threshold > 0)
+
+
+def test_integer_and_float0_gradients_are_zeros_of_their_kind():
+  n = 2
+  grads = {
+    "w": jnp.ones(40),
+    "i": jnp.arange(3, dtype=jnp.int32),
+    "f": np.zeros((2,), jax.dtypes.float0),
+    "b": jnp.array([True]),
+  }
+
+  def step(x):
+    tree = dict(grads, w=grads["w"] * x)
+    return tx.update(tree, tx.init(tree))
+
+  tx = exdyna(0.1, w.AXIS)
+  # float0 cannot be an output of a mapped function: look at it while tracing.
+  kinds = {}
+
+  def traced(x):
+    updates, _ = step(x)
+    kinds.update({k: (v.dtype, v.shape) for k, v in updates.items()})
+    return {k: v for k, v in updates.items() if k != "f"}
+
+  updates = jax.jit(jax.vmap(traced, axis_name=w.AXIS))(jnp.ones(n))
+  assert kinds == {k: (v.dtype, v.shape) for k, v in grads.items()}
+  assert not np.any(updates["i"]) and not np.any(updates["b"]) and np.any(updates["w"])
+
+
+@pytest.mark.parametrize("tree", [{}, None, [], {"a": jnp.zeros((0, 4)), "b": None}])
+def test_trees_without_elements(tree):
+  tx = optax.chain(exdyna(0.01, w.AXIS), optax.sgd(0.1))
+
+  def step(_):
+    state = tx.init(tree)
+    return tx.update(tree, state)
+
+  updates, state = jax.jit(jax.vmap(step, axis_name=w.AXIS))(jnp.arange(4))
+  assert jax.tree.structure(updates) == jax.tree.structure(tree)
+  assert get_stats(state).selected.sum() == 0
+
+
+def test_float64_and_bfloat16_residuals():
+  for dtype, x64 in ((jnp.float64, True), (jnp.bfloat16, False)):
+    with jax.enable_x64(x64):
+      params = jnp.zeros(200, jnp.float32)
+      workers = w.run_on(exdyna(0.05, w.AXIS, residual_dtype=dtype), 4, params, "vmap")
+      state = workers.init(params)
+      rng = np.random.default_rng(0)
+      sent = np.zeros(200)
+      total = np.zeros(200)
+      for _ in range(5):
+        grads = jnp.asarray(rng.standard_normal((4, 200)), jnp.float32)
+        updates, state = workers.step(state, grads)
+        assert updates.dtype == jnp.float32 and state.residual.dtype == dtype
+        sent += np.asarray(updates[0], np.float64)
+        total += np.asarray(grads, np.float64).mean(axis=0)
+      left = np.asarray(state.residual, np.float64).mean(axis=0)
+      eps = float(jnp.finfo(dtype).eps) + ROUNDING
+      np.testing.assert_allclose(sent + left, total, atol=10 * eps)
+
+
+def test_scan_donation_and_agreement_over_many_steps():
+  """A training loop in one `lax.scan`, with donated state: the same bits as step by step."""
+  n, params = 8, TREES["larger"]
+  tx = optax.chain(exdyna(0.01, w.AXIS, num_workers=n), optax.sgd(0.1))
+  mesh = w.mesh_of(n)
+  step, specs = w.sharded_step(tx, mesh, params)
+  rng = np.random.default_rng(0)
+  grads = [random_grads(rng, n, params, 1.0) for _ in range(5)]
+  stacked = jax.tree.map(lambda *x: jnp.stack(x), *grads)
+
+  def scan(state, stacked):
+    def body(state, grads):
+      updates, state = tx.update(jax.tree.map(lambda g: g[0], grads), state)
+      return state, updates
+
+    return jax.lax.scan(body, state, stacked)
+
+  scanned = jax.jit(
+    jax.shard_map(scan, mesh=mesh, in_specs=(specs, P(None, w.AXIS)), out_specs=(specs, P())),
+    donate_argnums=0,
+  )
+  init = jax.jit(tx.init, out_shardings=w.shardings(mesh, specs))
+  donated = init(params)
+  end, all_updates = scanned(donated, stacked)
+  assert donated[0].residual.is_deleted()
+  state = init(params)
+  for t in range(5):
+    updates, state = step(state, grads[t])
+    jax.tree.map(np.testing.assert_array_equal, updates, jax.tree.map(lambda x, t=t: x[t], all_updates))
+  jax.tree.map(np.testing.assert_array_equal, end, state)
+
+
+def test_init_inside_and_outside_agree():
+  n, params = 4, TREES["larger"]
+  tx = exdyna(0.01, w.AXIS)
+  mesh = w.mesh_of(n)
+  counted = exdyna(0.01, w.AXIS, num_workers=n)
+  specs = state_specs(jax.eval_shape(counted.init, params), w.AXIS)
+  inside = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs))(params)
+  outside = counted.init(params)
+  with jax.set_mesh(mesh):
+    by_mesh = tx.init(params)
+    abstract = jax.eval_shape(tx.init, params)
+  jax.tree.map(np.testing.assert_array_equal, inside, outside)
+  jax.tree.map(np.testing.assert_array_equal, by_mesh, outside)
+  jax.tree.map(lambda a, b: np.testing.assert_equal((a.shape, a.dtype), (b.shape, b.dtype)),
+               abstract, outside)
+
+
+def test_several_axes_are_one_group_of_workers():
+  """Over ("a", "b") of a 2 x 4 mesh: the same as eight workers on one axis."""
+  n, params, axes = 8, TREES["larger"], ("a", "b")
+  tx = exdyna(0.01, axes, num_workers=n)
+  step, specs = w.sharded_step(tx, w.mesh_of(n, axes, (2, 4)), params, axis=axes)
+  assert specs.residual == P(axes)
+  state = jax.jit(tx.init, out_shardings=w.shardings(w.mesh_of(n, axes, (2, 4)), specs))(params)
+  flat = compiled("larger", n, "shard_map", 0.01, 1.25)
+  flat_state = flat.init(params)
+  rng = np.random.default_rng(0)
+  for _ in range(3):
+    grads = random_grads(rng, n, params, 1.0)
+    updates, state = step(state, grads)
+    flat_updates, flat_state = flat.step(flat_state, grads)
+  jax.tree.map(np.testing.assert_array_equal, (updates, state), (flat_updates, flat_state))
+
+
+def test_extra_arguments_are_ignored_and_state_types_are_stable():
+  params = TREES["vector"]
+  tx = exdyna(0.1, w.AXIS)
+
+  def step(grads):
+    state = tx.init(params)
+    updates, after = tx.update(grads, state, params, value=1.0, anything=None)
+    kinds = jax.tree.map(lambda x: (x.shape, x.dtype), (state, after))
+    assert kinds[0] == kinds[1]
+    return updates
+
+  jax.eval_shape(jax.vmap(step, axis_name=w.AXIS), jnp.ones((2, 33)))
