@@ -6,8 +6,9 @@ import numpy as np
 import optax
 import pytest
 import workers as w
-from exdyna_jax import dense, exdyna, get_stats, local_params, state_specs
 from jax.sharding import PartitionSpec as P
+
+from exdyna_jax import dense, exdyna, get_stats, local_params, state_specs
 
 SIZE = 100
 
@@ -109,7 +110,9 @@ def test_gradients_that_are_already_summed(make):
 
   def step(cast, uses_scale=True):
     def run(params, state, x):
-      loss = lambda p: jnp.sum(p["w"] * x) * (p["scale"] if uses_scale else 1.0)
+      def loss(p):
+        return jnp.sum(p["w"] * x) * (p["scale"] if uses_scale else 1.0)
+
       return tx.update(jax.grad(loss)(cast(params)), state)
 
     mapped = jax.shard_map(

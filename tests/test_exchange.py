@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 import workers as w
+
 from exdyna_jax import exchange, exdyna, get_stats
 
-COLLECTIVE = re.compile(r"= \S+ (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\(")
+COLLECTIVE = re.compile(
+  r"= \S+ (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\("
+)
 
 
 def compiled_step(n, check=True, **options):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import workers as w
+
 from exdyna_jax import exdyna
 
 DATA = pathlib.Path(__file__).parent / "data"
@@ -87,9 +88,9 @@ def test_replays_every_step(path):
     state, run = replayer(size, n, meta["density"])
     seen = {}
     for first in range(0, steps, STEPS_PER_CALL):
-      grads = np.stack([
-        [inputs.grad(size, t, r) for t in range(first, first + STEPS_PER_CALL)] for r in range(n)
-      ])
+      grads = np.stack(
+        [[inputs.grad(size, t, r) for t in range(first, first + STEPS_PER_CALL)] for r in range(n)]
+      )
       state, got = run(state, grads)
       for name, value in got.items():
         value = np.asarray(value)

@@ -9,10 +9,11 @@ import optax
 import oracle
 import pytest
 import workers as w
-from exdyna_jax import dense, exdyna, get_stats, state_specs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
+
+from exdyna_jax import dense, exdyna, get_stats, state_specs
 
 # Trees with what real parameters have: scalars, empty leaves, None, mixed precision.
 TREES = {
@@ -76,9 +77,12 @@ def follow(workers, params, all_grads, *, density, capacity_factor, nonfinite="s
     # What is sent is the mean of all workers' values, in the gradient's dtype.
     for leaf, like in zip(jax.tree.leaves(got_updates), jax.tree.leaves(params), strict=True):
       assert leaf.dtype == like.dtype and leaf.shape == like.shape
-    tolerance = np.concatenate([
-      np.full(x.size, max(ROUNDING, float(jnp.finfo(x.dtype).eps))) for x in jax.tree.leaves(params)
-    ])
+    tolerance = np.concatenate(
+      [
+        np.full(x.size, max(ROUNDING, float(jnp.finfo(x.dtype).eps)))
+        for x in jax.tree.leaves(params)
+      ]
+    )
     got_update = flat_rows(jax.tree.map(lambda x: x[None], got_updates), 1)[0]
     scale = np.nan_to_num(np.abs(acc)).max(axis=0)  # a skipped step sends no NaN, so none here
     np.testing.assert_array_less(np.abs(got_update - update), tolerance * scale + 1e-30)
@@ -313,7 +317,9 @@ def test_scan_donation_and_agreement_over_many_steps():
   state = init(params)
   for t in range(5):
     updates, state = step(state, grads[t])
-    jax.tree.map(np.testing.assert_array_equal, updates, jax.tree.map(lambda x, t=t: x[t], all_updates))
+    jax.tree.map(
+      np.testing.assert_array_equal, updates, jax.tree.map(lambda x, t=t: x[t], all_updates)
+    )
   jax.tree.map(np.testing.assert_array_equal, end, state)
 
 
@@ -330,8 +336,9 @@ def test_init_inside_and_outside_agree():
     abstract = jax.eval_shape(tx.init, params)
   jax.tree.map(np.testing.assert_array_equal, inside, outside)
   jax.tree.map(np.testing.assert_array_equal, by_mesh, outside)
-  jax.tree.map(lambda a, b: np.testing.assert_equal((a.shape, a.dtype), (b.shape, b.dtype)),
-               abstract, outside)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_equal((a.shape, a.dtype), (b.shape, b.dtype)), abstract, outside
+  )
 
 
 def test_several_axes_are_one_group_of_workers():

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from exdyna_jax import get_stats, state_specs
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from exdyna_jax import get_stats, state_specs
 
 AXIS = "data"
 WAYS = ("shard_map", "unchecked", "pmap", "vmap")
@@ -51,7 +52,7 @@ def sharded_step(tx, mesh, params, axis=AXIS, check=True, **jit_options):
 
 
 def run_on(tx, n, params, how):
-  """Compiles `tx` for n workers; `params` are a tree of arrays. For shard_map, init runs outside."""
+  """Compiles `tx` for n workers. Under shard_map, init runs outside of the mapped function."""
   if how in ("shard_map", "unchecked"):
     mesh = mesh_of(n)
     step, specs = sharded_step(tx, mesh, params, check=how == "shard_map")

@@ -1,0 +1,94 @@
+"""Selection against np.flatnonzero, at the limits of its chunks, words and rows."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exdyna_jax import selection
+from exdyna_jax.integers import mul_div
+
+SIZES = (1, 33, 1000, selection.CHUNK - 1, selection.CHUNK, 3 * selection.CHUNK + 5)
+CAPACITY = 500
+
+
+@functools.partial(jax.jit, static_argnames="capacity")
+def select(acc, start, end, threshold, capacity):
+  hits = selection.find(acc, start, end, threshold)
+  count = selection.count(hits)
+  ranks = selection.strided_ranks(count, capacity)
+  return selection.take(hits, ranks, acc.shape[0]), count
+
+
+def expected(acc, start, end, threshold, capacity):
+  hits = np.flatnonzero(~(np.abs(acc[start:end]) < threshold)) + start
+  slots = np.full(capacity, len(acc))
+  kept = min(len(hits), capacity)
+  slots[:kept] = hits[np.arange(kept) * len(hits) // kept] if kept else hits
+  return slots, len(hits)
+
+
+@settings(max_examples=60)
+@given(
+  size=st.sampled_from(SIZES),
+  ends=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+  threshold=st.sampled_from([0.0, 0.5, 2.0, 3.0, 9.0]),
+  fill=st.sampled_from(["normal", "cluster", "nan", "infinite", "equal"]),
+  seed=st.integers(0, 2**32 - 1),
+)
+def test_equals_flatnonzero(size, ends, threshold, fill, seed):
+  rng = np.random.default_rng(seed)
+  acc = rng.standard_normal(size).astype(np.float32)
+  start, end = sorted(round(x * size) for x in ends)
+  if fill == "cluster":
+    acc[max(end - 700, 0) : end] = 5
+  elif fill == "equal":
+    acc[:] = threshold
+  elif fill != "normal":
+    acc[rng.integers(0, size, size // 20)] = np.nan if fill == "nan" else -np.inf
+  got, count = select(acc, jnp.int32(start), jnp.int32(end), np.float32(threshold), CAPACITY)
+  want, want_count = expected(acc, start, end, threshold, CAPACITY)
+  assert count == want_count
+  np.testing.assert_array_equal(got, want)
+
+
+def test_the_whole_range_of_ranks():
+  """`take` finds any hit by its rank alone, in any order."""
+  rng = np.random.default_rng(0)
+  acc = rng.standard_normal(5000).astype(np.float32)
+  hits = selection.find(jnp.asarray(acc), jnp.int32(7), jnp.int32(4800), jnp.float32(1))
+  want = np.flatnonzero(np.abs(acc[7:4800]) >= 1) + 7
+  ranks = rng.permutation(len(want) + 10)
+  got = selection.take(hits, jnp.asarray(ranks, jnp.int32), len(acc))
+  np.testing.assert_array_equal(got, np.append(want, [len(acc)] * 10)[ranks])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_narrow_accumulators_are_compared_in_float32(dtype):
+  # Rounded to the narrow dtype, the threshold would equal the value below it.
+  acc = jnp.asarray([1.0, 1.0078125, 2.0], dtype)
+  got, count = select(acc, jnp.int32(0), jnp.int32(3), np.float32(1.001), 4)
+  assert count == 2 and got.tolist() == [1, 2, 3, 3]
+
+
+@settings(max_examples=200)
+@given(capacity=st.sampled_from([1, 3, 7, 1000, 65537]), count=st.integers(0, 2**31 - 2))
+def test_strided_ranks_are_exact(capacity, count):
+  got = np.asarray(selection.strided_ranks(jnp.int32(count), capacity), np.int64)
+  slots = np.arange(capacity)
+  # Far beyond any real overflow the float32 estimate runs out of bits.
+  if count <= capacity:
+    np.testing.assert_array_equal(got, slots)
+  elif count < 2**22 * capacity:
+    np.testing.assert_array_equal(got, slots * count // capacity)
+
+
+@settings(max_examples=200)
+@given(a=st.integers(0, 2**31 - 1), b=st.integers(0, 2**31 - 1), c=st.integers(1, 2**20))
+def test_mul_div_is_exact(a, b, c):
+  b = min(b, (2**31 - 1) * c // max(a, 1))  # the quotient must be an int32
+  assert int(mul_div(jnp.int32(a), jnp.int32(b), c)) == a * b // c
