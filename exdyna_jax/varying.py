@@ -111,7 +111,7 @@ def local_params(params: Any, axis_name: AxisName) -> Any:
   Example:
     >>> import jax, jax.numpy as jnp
     >>> from jax.sharding import PartitionSpec as P
-    >>> mesh = jax.make_mesh((1,), ("data",))
+    >>> mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
     >>> def gradient(w, x):
     ...   return jax.grad(lambda w: (w * x).sum())(local_params(w, "data"))
     >>> jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=(P(), P("data")),

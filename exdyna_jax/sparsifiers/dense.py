@@ -79,7 +79,7 @@ def dense(
     stats = empty_stats(n)._replace(
       density=jnp.ones((), jnp.float32),
       selected=jnp.asarray(size, jnp.int32),
-      counts=share + (jnp.arange(n, dtype=jnp.int32) < rest),
+      counts=(share + (jnp.arange(n) < rest)).astype(jnp.int32),
       bytes_sent=jnp.asarray(traffic, jnp.float32),
     )
     return jax.tree.map(mean, updates), state._replace(

@@ -80,7 +80,8 @@ def exdyna(
   Example:
     >>> import jax, jax.numpy as jnp, optax
     >>> from jax.sharding import PartitionSpec as P
-    >>> mesh = jax.make_mesh((1,), ("data",))
+    >>> from exdyna_jax import exdyna, get_stats, local_params, state_specs
+    >>> mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
     >>> params = {"w": jnp.zeros(1000)}
     >>> tx = optax.chain(exdyna(density=0.01, axis_name="data", num_workers=1), optax.sgd(0.1))
     >>> opt_state = tx.init(params)
