@@ -16,19 +16,11 @@ def _check_static(name: str, value: Any, wanted: str) -> None:
     )
 
 
-def _check_type(name: str, value: Any, kind: type, wanted: str) -> None:
+def check_type(name: str, value: Any, kind: type, wanted: str) -> None:
+  """Raises TypeError unless ``value`` is of ``kind``; bool is not a number."""
   _check_static(name, value, wanted)
   if isinstance(value, bool) or not isinstance(value, kind):
     raise TypeError(f"{name} must be {wanted}, got {value!r}.")
-
-
-def check_density(density: Any) -> float:
-  """``density`` as a float; raises unless it is a number in (0, 1]."""
-  _check_type("density", density, numbers.Real, "a Python number in (0, 1]")
-  value = float(density)
-  if not 0 < value <= 1:
-    raise ValueError(f"density must be in (0, 1], got {density!r}. 0.001 sends 0.1% a step.")
-  return value
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -39,7 +31,7 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
 
 def check_count(name: str, value: Any) -> None:
   """Raises unless ``value`` is an integer of at least 1."""
-  _check_type(name, value, numbers.Integral, "an integer")
+  check_type(name, value, numbers.Integral, "an integer")
   if value < 1:
     raise ValueError(f"{name} must be at least 1, got {value!r}.")
 
@@ -48,7 +40,7 @@ def check_positive(name: str, value: Any, otherwise: str) -> None:
   """Raises unless ``value`` is None (what that means: ``otherwise``) or positive and finite."""
   if value is None:
     return
-  _check_type(name, value, numbers.Real, f"a Python number or None ({otherwise})")
+  check_type(name, value, numbers.Real, f"a Python number or None ({otherwise})")
   if not 0 < float(value) < math.inf:
     raise ValueError(f"{name} must be positive and finite, or None ({otherwise}), got {value!r}.")
 

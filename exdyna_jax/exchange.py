@@ -1,15 +1,37 @@
-"""What goes over the network: one gather of indices, one sum of values, and its cost in bytes."""
+"""What goes over the network: messages of indices, the sums of their values, the cost in bytes.
 
+A message carries up to so many indices per worker and is followed by the sum of the workers' values
+at all of them. The first one also carries a header. A fixed density needs no other: what exceeds
+the capacity stays behind. Without a capacity, and under a density schedule, further messages follow
+until all is sent that may be; their number comes from the agreed counts.
+"""
+
+import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from .density import Density, target_at, target_count
 from .varying import AxisName, all_gather, psum
 
-ITEM_BYTES = 4  # header entries, indices and float32 values
+ITEM_BYTES = 4  # header entries and indices
 HEADER = 2  # this worker's count, and whether its accumulator is finite
+
+# Further messages grow by this factor until this many are enough: at most a quarter of their slots
+# stays empty, and there are few sizes to compile.
+GROWTH = 4
+MAX_MESSAGES = 16
+
+
+class Plan(NamedTuple):
+  """How much a worker may send in a step, and in which messages."""
+
+  allowed: int | jax.Array  # slots per worker and step
+  slots: tuple[int, ...]  # per worker, of the first message and of further ones, ascending
 
 
 class Agreed(NamedTuple):
@@ -17,30 +39,52 @@ class Agreed(NamedTuple):
 
   counts: jax.Array  # int32 [n], true counts, also above the capacity; 0 unless finite
   finite: jax.Array  # bool [], no worker has seen a NaN or an Inf
-  indices: jax.Array  # int32 [n * capacity], N in empty slots
+  signal: jax.Array  # int32 [m], sum over the workers of what the algorithm sends in the header
+  indices: jax.Array  # int32 [n * slots], N in empty slots
 
 
-def capacity_of(size: int, num_workers: int, k: int, factor: float | None) -> int:
-  """Slots per worker and message: ``ceil(factor * k / n)``, within ``[1, N]``; None counts as 1."""
+def capacity_of(k: int, size: int, num_workers: int, factor: float | None) -> int:
+  """Slots per worker for ``k`` indices: ``ceil(factor * k / n)``, in ``[1, N]``; None counts as 1."""
   slots = math.ceil((1.0 if factor is None else factor) * k / num_workers)
   return min(max(slots, 1), size)
 
 
+def plan(
+  density: Density, factor: float | None, step: jax.Array, size: int, num_workers: int
+) -> Plan:
+  """The messages for a density and a capacity factor; see `exdyna`."""
+  low, high = (
+    capacity_of(target_count(d, size), size, num_workers, factor)
+    for d in (density.lowest, density.highest)
+  )
+  # At density 1 all is wanted, so nothing may stay behind.
+  if factor is None or density.is_one:
+    return Plan(size, _ladder(low, size))
+  if density.at is None:
+    return Plan(low, (low,))
+  k = jnp.asarray(target_at(density, step, size), jnp.float32)
+  allowed = jnp.ceil(k * (factor / num_workers)).astype(jnp.int32)
+  return Plan(jnp.clip(allowed, 1, size), _ladder(low, high))
+
+
+def _ladder(first: int, most: int) -> tuple[int, ...]:
+  slots = [first]
+  while slots[-1] * MAX_MESSAGES < most:
+    slots.append(slots[-1] * GROWTH)
+  return tuple(slots)
+
+
 def gather_first(
-  count: jax.Array, finite: jax.Array, indices: jax.Array, axis_name: AxisName
+  count: jax.Array, finite: jax.Array, signal: jax.Array, indices: jax.Array, axis_name: AxisName
 ) -> Agreed:
   """Gathers header and indices of all workers in one message."""
   header = jnp.stack([count, finite.astype(jnp.int32)])
-  message = all_gather(jnp.concatenate([header, indices]), axis_name)
-  message = message.reshape(-1, HEADER + indices.shape[0])
-  finite = jnp.all(message[:, 1] > 0)
-  counts = jnp.where(finite, message[:, 0], 0)
-  return Agreed(counts, finite, message[:, HEADER:].reshape(-1))
-
-
-def gather_more(indices: jax.Array, axis_name: AxisName) -> jax.Array:
-  """Gathers a further message of ``[capacity]`` indices: int32 ``[n * capacity]``."""
-  return all_gather(indices, axis_name)
+  message = jnp.concatenate([header, signal, indices])
+  rows = all_gather(message, axis_name).reshape(-1, message.shape[0])
+  header, signals, indices = jnp.split(rows, [HEADER, HEADER + signal.shape[0]], axis=1)
+  finite = jnp.all(header[:, 1] > 0)
+  counts = jnp.where(finite, header[:, 0], 0)
+  return Agreed(counts, finite, jnp.sum(signals, axis=0, dtype=jnp.int32), indices.reshape(-1))
 
 
 def mean_at(
@@ -53,11 +97,57 @@ def mean_at(
   return psum(values, axis_name) / num_workers
 
 
-def message_bytes(num_workers: int, capacity: int, header: int, value_bytes: int) -> float:
+def send_rest(
+  send: Callable[[Any, jax.Array], Any],
+  sending: Any,
+  indices_in: Callable[[jax.Array], jax.Array],
+  plan: Plan,
+  largest: jax.Array,
+  axis_name: AxisName,
+  num_workers: int,
+  value_bytes: int,
+) -> tuple[Any, jax.Array | float]:
+  """Sends what the first message had no room for.
+
+  Args:
+    send: ``(sending, agreed indices) -> sending``: sums, updates and feeds back.
+    sending: the carry of ``send`` after the first message.
+    indices_in: slots int32 ``[m]`` -> this worker's indices in them.
+    plan: with one size of message, nothing follows.
+    largest: int32 scalar, agreed: the most indices that a worker sends in this step.
+    axis_name: the workers' axis.
+    num_workers: n.
+    value_bytes: bytes per value.
+
+  Returns:
+    ``sending`` after the last message, and the bytes that each worker has sent with them.
+  """
+  if len(plan.slots) == 1 and isinstance(plan.allowed, int) and plan.allowed <= plan.slots[0]:
+    return sending, 0.0
+
+  def in_messages_of(slots: int, sending):
+    def message(carry):
+      done, sent_bytes, sending = carry
+      mine = indices_in(done + lax.iota(jnp.int32, slots))
+      cost = message_bytes(num_workers, slots, value_bytes)
+      return done + slots, sent_bytes + cost, send(sending, all_gather(mine, axis_name))
+
+    # `largest` is agreed, so all workers enter and leave this loop together.
+    start = (jnp.int32(plan.slots[0]), jnp.float32(0), sending)
+    _, sent_bytes, sending = lax.while_loop(lambda carry: carry[0] < largest, message, start)
+    return sending, sent_bytes
+
+  rest = largest - plan.slots[0]
+  limits = jnp.array([slots * MAX_MESSAGES for slots in plan.slots[:-1]], jnp.int32)
+  sizes = [functools.partial(in_messages_of, slots) for slots in plan.slots]
+  return lax.switch(jnp.sum(rest > limits), sizes, sending)
+
+
+def message_bytes(num_workers: int, slots: int, value_bytes: int, header: int = 0) -> float:
   """Bytes that each worker sends for one message of indices and the sum of its values."""
   n = num_workers
-  gather = all_gather_bytes(n, header + capacity)
-  return gather + all_reduce_bytes(n, n * capacity, value_bytes)
+  gather = all_gather_bytes(n, header + slots)
+  return gather + all_reduce_bytes(n, n * slots, value_bytes)
 
 
 def all_gather_bytes(num_workers: int, items: int, item_bytes: int = ITEM_BYTES) -> float:

@@ -1,4 +1,9 @@
-"""Who owns what: boundaries between partitions, int32 ``[n + 1]`` in blocks."""
+"""Who owns what: boundaries between partitions, int32 ``[n + 1]`` in blocks.
+
+- ``paper``: the original's sweep: one block at a time between neighbours; replays it.
+- ``balanced``: equal shares of a moving average of what each block has been picked for. The counts
+  come from the gathered indices: nothing more is communicated.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +15,10 @@ from .integers import mul_div
 # mean count, and leaves every partition a quarter of its equal share.
 PAPER_ABOVE, PAPER_BELOW = 1.05, 0.95238
 PAPER_MIN_SHARE = 1 / 4
+
+# Weight of the past in the moving average of a block's count, about ten steps long: shorter ones
+# chase noise, longer ones follow training too late (`benchmarks/control.py`).
+LOAD_DECAY = 0.9
 
 
 def owned_partition(step: jax.Array, rank: jax.Array, num_workers: int) -> jax.Array:
@@ -60,3 +69,57 @@ def paper_boundaries(boundaries: jax.Array, counts: jax.Array, blocks: Blocks) -
     return edges.at[i + 1].add(move), moved_counts
 
   return jax.lax.fori_loop(0, n - 1, visit, (boundaries, counts))[0]
+
+
+def block_counts(indices: jax.Array, blocks: Blocks) -> jax.Array:
+  """How many of ``indices`` lie in each block, float32 ``[num_blocks]``; N counts nowhere."""
+  block = jnp.minimum(indices // blocks.block_size, blocks.num_blocks - 1)
+  block = jnp.where(indices < blocks.size, block, blocks.num_blocks)
+  return jnp.zeros((blocks.num_blocks,), jnp.float32).at[block].add(1.0, mode="drop")
+
+
+def expected_loads(
+  loads: jax.Array, sent: jax.Array, counts: jax.Array, sent_counts: jax.Array, edges: jax.Array
+) -> jax.Array:
+  """The moving average of the counts per block, one step on.
+
+  Args:
+    loads: float32 ``[num_blocks]``, the average so far.
+    sent: float32 ``[num_blocks]``, indices sent from each block.
+    counts: int32 ``[n]``, indices selected in each partition, sent or not.
+    sent_counts: int32 ``[n]``, indices sent of each partition.
+    edges: int32 ``[n + 1]``, the partitions of this step.
+
+  Returns:
+    float32 ``[num_blocks]``; ``loads`` if nothing was selected.
+  """
+  # What exceeds the capacity is an even stride of what was found, so it scales up.
+  share = counts / jnp.maximum(sent_counts, 1).astype(jnp.float32)
+  block = jnp.arange(loads.shape[0])
+  owner = jnp.searchsorted(edges, block, side="right") - 1
+  found = sent * share[jnp.clip(owner, 0, counts.shape[0] - 1)]
+  return jnp.where(jnp.any(counts > 0), LOAD_DECAY * loads + (1 - LOAD_DECAY) * found, loads)
+
+
+def balanced_boundaries(loads: jax.Array, num_workers: int) -> jax.Array:
+  """Boundaries at equal shares of the running sum of ``loads``, at least one block each.
+
+  Args:
+    loads: float32 ``[num_blocks]``, not negative.
+    num_workers: n.
+
+  Returns:
+    int32 ``[n + 1]``. With fewer blocks than workers, one block each for the first ones.
+  """
+  num_blocks = loads.shape[0]
+  if num_blocks < num_workers:
+    return equal_boundaries(num_blocks, num_workers)
+  ends = jnp.cumsum(loads)
+  partition = jnp.arange(num_workers + 1, dtype=jnp.int32)
+  wanted = partition[1:-1] * (ends[-1] / num_workers)
+  # The end of a block that is nearest to each wanted sum; half of the block decides.
+  inner = jnp.searchsorted(ends - loads / 2, wanted).astype(jnp.int32)
+  edges = jnp.concatenate([jnp.zeros(1, jnp.int32), inner, jnp.full(1, num_blocks, jnp.int32)])
+  # At least one block each: b[p] - p must not fall, and must leave a block for all that follow.
+  slack = jnp.minimum(jax.lax.cummax(edges - partition), num_blocks - num_workers)
+  return slack + partition

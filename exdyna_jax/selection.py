@@ -45,37 +45,77 @@ def find(acc: jax.Array, start: jax.Array, end: jax.Array, threshold: jax.Array)
   Returns:
     The hits; ``count`` says how many, ``take`` where.
   """
-  size = acc.shape[0]
-  chunk = min(CHUNK, -(-size // ROW_SIZE) * ROW_SIZE)
-  if size < chunk:
-    acc = jnp.pad(acc, (0, chunk - size))
-  last = acc.shape[0] - chunk
-  chunks = -(-size // chunk)
   threshold = threshold.astype(jnp.float32)
-  offset = lax.iota(jnp.int32, chunk)
 
-  def body(carry):
-    j, words = carry
+  def pack(words, j, magnitude):
+    word = _pack(magnitude, threshold)
+    return lax.dynamic_update_slice(words, word[None], (j, jnp.int32(0)))
+
+  chunk = _chunk_size(acc)
+  chunks = -(-acc.shape[0] // chunk)
+  # Zeros "like acc" vary over the mesh as acc does, which the loop's carry must.
+  words = jnp.zeros_like(acc, jnp.uint32, shape=(chunks, chunk // BITS))
+  words = _over_chunks(acc, start, end, pack, words)
+  per_word = lax.population_count(words).astype(jnp.int32).reshape(-1, ROW)
+  before = jnp.cumsum(per_word, axis=1, dtype=jnp.int32)
+  total = jnp.cumsum(before[:, -1], dtype=jnp.int32)
+  last = max(acc.shape[0] - chunk, 0)
+  first = jnp.minimum(start + lax.iota(jnp.int32, chunks) * chunk, last)
+  return Hits(words, before, total, first)
+
+
+def count_reaching(
+  acc: jax.Array, start: jax.Array, end: jax.Array, levels: jax.Array
+) -> jax.Array:
+  """How many elements of ``acc[start:end]`` are not below each of ``levels``.
+
+  Arguments as in `find`, but with ``levels`` float32 ``[m]``; returns int32 ``[m]``.
+  """
+
+  def add(counts, j, magnitude):
+    del j
+    # Packing and counting bits takes half the time of counting booleans.
+    words = _pack(magnitude, levels[:, None, None])
+    return counts + jnp.sum(lax.population_count(words).astype(jnp.int32), axis=1)
+
+  zeros = jnp.zeros_like(acc, jnp.int32, shape=levels.shape)
+  return _over_chunks(acc, start, end, add, zeros)
+
+
+def _pack(magnitude: jax.Array, threshold: jax.Array) -> jax.Array:
+  """One bit an element, set unless the element is below the threshold: uint32 ``[..., words]``."""
+  hit = ~(magnitude.reshape(-1, BITS) < threshold)
+  return jnp.sum(jnp.where(hit, _BIT, np.uint32(0)), axis=-1, dtype=jnp.uint32)
+
+
+def _chunk_size(acc: jax.Array) -> int:
+  return min(CHUNK, -(-acc.shape[0] // ROW_SIZE) * ROW_SIZE)
+
+
+def _over_chunks(acc, start, end, step, carry):
+  """Folds ``step(carry, j, magnitude)`` over the chunks of ``acc[start:end]``.
+
+  ``magnitude`` is float32 ``[chunk]``, and -1, below any threshold, outside of the range.
+  """
+  chunk = _chunk_size(acc)
+  if acc.shape[0] < chunk:
+    acc = jnp.pad(acc, (0, chunk - acc.shape[0]))
+  last = acc.shape[0] - chunk
+  offset = lax.iota(jnp.int32, chunk)
+  length = end - start
+  trips = length // chunk + (length % chunk > 0)
+
+  def body(state):
+    j, carry = state
     # The last chunk is moved back to fit; what the one before it has seen is masked out.
     wanted = start + j * chunk
     low = jnp.minimum(wanted, last)
     position = low + offset
+    inside = (position >= wanted) & (position < end)
     value = jnp.abs(lax.dynamic_slice(acc, (low,), (chunk,)).astype(jnp.float32))
-    hit = ~(value < threshold) & (position >= wanted) & (position < end)
-    bits = jnp.where(hit.reshape(-1, BITS), _BIT, np.uint32(0))
-    word = jnp.sum(bits, axis=1, dtype=jnp.uint32)
-    return j + 1, lax.dynamic_update_slice(words, word[None], (j, jnp.int32(0)))
+    return j + 1, step(carry, j, jnp.where(inside, value, -1.0))
 
-  length = end - start
-  trips = length // chunk + (length % chunk > 0)
-  # Zeros "like acc" vary over the mesh as acc does, which the loop's carry must.
-  words = jnp.zeros_like(acc, jnp.uint32, shape=(chunks, chunk // BITS))
-  _, words = lax.while_loop(lambda carry: carry[0] < trips, body, (jnp.int32(0), words))
-  per_word = lax.population_count(words).astype(jnp.int32).reshape(-1, ROW)
-  before = jnp.cumsum(per_word, axis=1, dtype=jnp.int32)
-  total = jnp.cumsum(before[:, -1], dtype=jnp.int32)
-  first = jnp.minimum(start + lax.iota(jnp.int32, chunks) * chunk, last)
-  return Hits(words, before, total, first)
+  return lax.while_loop(lambda state: state[0] < trips, body, (jnp.int32(0), carry))[1]
 
 
 def count(hits: Hits) -> jax.Array:
@@ -83,16 +123,24 @@ def count(hits: Hits) -> jax.Array:
   return hits.total[-1]
 
 
-def strided_ranks(count: jax.Array, capacity: int) -> jax.Array:
-  """``[capacity]`` ranks: all if they fit, else an even stride, ``floor(j * count / capacity)``.
+def strided_ranks(slots: jax.Array, count: jax.Array, allowed: int | jax.Array) -> jax.Array:
+  """Rank of the hit that goes into each slot, if ``allowed`` of ``count`` hits may be sent.
 
-  Keeping the first hits instead would starve the end of the range for ever. Ranks from ``count``
-  on stand for empty slots.
+  All hits if they fit, else an even stride, ``floor(slot * count / allowed)``: keeping the first
+  ones would starve the end of the range for ever.
+
+  Args:
+    slots: int32 ``[m]``.
+    count: int32 scalar.
+    allowed: int32 scalar, at least 1.
+
+  Returns:
+    int32 ``[m]``; ``count`` and above for empty slots.
   """
-  slot = lax.iota(jnp.int32, capacity)
-  excess = jnp.maximum(count - capacity, 0)
-  # floor(j * count / capacity) = j + floor(j * excess / capacity)
-  return slot + jnp.clip(mul_div(slot, excess, capacity), 0, excess)
+  excess = jnp.maximum(count - allowed, 0)
+  # floor(slot * count / allowed) = slot + floor(slot * excess / allowed)
+  ranks = slots + jnp.clip(mul_div(slots, excess, allowed), 0, excess)
+  return jnp.where(slots < allowed, ranks, count)
 
 
 def take(hits: Hits, ranks: jax.Array, size: int) -> jax.Array:

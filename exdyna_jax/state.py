@@ -30,6 +30,7 @@ class State(NamedTuple):
   residual: jax.Array  # [N] on each worker, [n * N] outside: gradients not sent so far
   threshold: jax.Array  # widest float []
   boundaries: jax.Array  # int32 [n + 1], partition boundaries in blocks
+  memory: Any  # what the algorithm remembers beside these; arrays, the same on all workers
   stats: Stats  # of the last step
 
 

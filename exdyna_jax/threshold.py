@@ -1,17 +1,60 @@
 """The selection threshold: where it starts and how it follows the density.
 
+- ``paper``: the original's fixed factors; replays it.
+- ``secant``: from the counts at a few levels around this step's threshold to the next one. The
+  counts travel with the indices.
+- ``in_step``: from the same counts to this step's own threshold. They are summed before the
+  selection, in a small all-reduce.
+
+The last two search for a threshold that they do not know: in the first step, and where the
+gradients have changed so much that the levels miss it.
+
 A threshold is a scalar of the widest float enabled; it is compared in float32.
 """
 
 import math
-from fractions import Fraction
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-# The original's online threshold scaling: bands of (selected / wanted) and their factors.
-PAPER_TOO_MANY, PAPER_ENOUGH = Fraction("1.1"), Fraction("0.909")
+from .integers import mul_div
+
+Count = Callable[[jax.Array], jax.Array]
+
+# Thresholds stay normal float32 numbers. At the lower end everything but zero qualifies.
+LOWEST, HIGHEST = np.finfo(np.float32).tiny, np.finfo(np.float32).max
+
+# The original's online threshold scaling: bands of (selected / wanted) in thousandths, and factors.
+PAPER_TOO_MANY, PAPER_ENOUGH = 1100, 909
 PAPER_UP, PAPER_DRIFT, PAPER_DOWN = 1.005, 1.00125, 0.995
+
+# Levels at which elements are counted, as multiples of the threshold: close together where the next
+# threshold usually lies, and up to where the count is off by a factor of about two.
+LADDER = np.array([0.7, 0.85, 0.93, 0.98, 1.02, 1.07, 1.17, 1.4])
+
+# The secant rule is a filter of level and trend (Holt's double exponential smoothing) of the log of
+# the ideal threshold. A count of k has a relative noise of 1 / sqrt(k), so corrections much larger
+# than that are taken whole, smaller ones in part (a Wiener gain). `benchmarks/control.py` compares.
+LEVEL_GAIN = 0.3
+TREND_GAIN = 0.1
+NOISE = 0.5  # variance of the log of the ideal threshold, times k
+MAX_TREND = 0.1  # per step, as a log
+
+# The search halves the float32 bit patterns, which are in the numbers' order, 5 bits a round; after
+# 4 rounds the exponent and 12 bits of the mantissa are known: a threshold within 0.03%.
+SEARCH_BITS = 5
+SEARCH_ROUNDS = 4
+FLOAT_BITS = 31  # without the sign
+
+
+class Memory(NamedTuple):
+  """What a threshold rule remembers beside the threshold."""
+
+  trend: jax.Array  # float32 [], expected change of log(threshold) per step
+  lost: jax.Array  # bool [], the threshold is unknown: the next step searches for it
 
 
 def as_threshold(value: float | jax.Array) -> jax.Array:
@@ -19,12 +62,17 @@ def as_threshold(value: float | jax.Array) -> jax.Array:
   return jnp.asarray(value, jnp.result_type(float))
 
 
-def paper_initial(k: int) -> float:
+def fresh_memory(lost: bool) -> Memory:
+  """The memory before the first step."""
+  return Memory(jnp.zeros((), jnp.float32), jnp.asarray(lost))
+
+
+def paper_initial(k: int | jax.Array) -> float | jax.Array:
   """The original's first threshold, ``1 / (2 sqrt(k))``; it knows nothing of the gradient."""
-  return 1 / (2 * math.sqrt(k))
+  return 1 / (2 * (math.sqrt(k) if isinstance(k, int) else jnp.sqrt(k)))
 
 
-def paper_scaled(threshold: jax.Array, selected: jax.Array, k: int) -> jax.Array:
+def paper_scaled(threshold: jax.Array, selected: jax.Array, k: int | jax.Array) -> jax.Array:
   """The next threshold by the original's rule.
 
   With ``e = selected / k``: above 1.1 the threshold grows by 0.5%, within 10% of the target by
@@ -37,13 +85,119 @@ def paper_scaled(threshold: jax.Array, selected: jax.Array, k: int) -> jax.Array
     k: how many are wanted.
 
   Returns:
-    The threshold of the next step, kept a normal float32 number: a run of all-zero gradients
-    cannot drive it to zero, where everything would qualify.
+    The threshold of the next step.
   """
   # Compared as integers: XLA multiplies by 1 / k instead of dividing, and e = 1.1 becomes more.
-  too_many = selected > math.floor(PAPER_TOO_MANY * k)
-  enough = selected > math.floor(PAPER_ENOUGH * k)
+  too_many = selected > mul_div(jnp.asarray(k), PAPER_TOO_MANY, 1000)
+  enough = selected > mul_div(jnp.asarray(k), PAPER_ENOUGH, 1000)
   factor = jnp.where(too_many, PAPER_UP, jnp.where(enough, PAPER_DRIFT, PAPER_DOWN))
-  factor = factor.astype(threshold.dtype)
-  limits = jnp.finfo(jnp.float32)
-  return jnp.clip(threshold * factor, limits.tiny, limits.max)
+  return jnp.clip(threshold * factor.astype(threshold.dtype), LOWEST, HIGHEST)
+
+
+def search(total: Count, k: int | jax.Array) -> jax.Array:
+  """The largest threshold that at least ``k`` elements reach, whatever their distribution.
+
+  Args:
+    total: levels float32 ``[m]`` -> int32 ``[m]``, how many elements of all workers reach each.
+    k: how many are wanted.
+
+  Returns:
+    The threshold. With fewer than ``k`` elements of a normal float32 magnitude it is the lowest,
+    which all of those reach.
+  """
+  steps = jnp.arange(1, 2**SEARCH_BITS, dtype=jnp.int32)
+  largest = jnp.int32(np.float32(HIGHEST).view(np.int32))
+
+  def narrow(i, bits):
+    shift = FLOAT_BITS - SEARCH_BITS * (i + 1)
+    levels = jnp.minimum(bits + (steps << shift), largest)
+    reached = total(jax.lax.bitcast_convert_type(levels, jnp.float32)) >= k
+    return bits + (jnp.sum(reached, dtype=jnp.int32) << shift)
+
+  bits = jax.lax.fori_loop(0, SEARCH_ROUNDS, narrow, jnp.int32(0))
+  return as_threshold(jnp.maximum(jax.lax.bitcast_convert_type(bits, jnp.float32), LOWEST))
+
+
+def levels_around(threshold: jax.Array) -> jax.Array:
+  """The levels of the ladder, float32 ``[len(LADDER)]``, ascending."""
+  levels = threshold.astype(jnp.float32) * LADDER.astype(np.float32)
+  return jnp.clip(levels, LOWEST, HIGHEST)
+
+
+def interpolate(counts: jax.Array, k: int | jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Where on the ladder ``k`` elements would qualify, on straight lines of log over log.
+
+  Args:
+    counts: int32 ``[len(LADDER)]``, how many elements of all workers reach each level.
+    k: how many are wanted.
+
+  Returns:
+    The log of the multiple of the threshold, and whether it lies on the ladder.
+  """
+  on_ladder = (counts[0] >= k) & (counts[-1] <= k)
+  left = jnp.clip(jnp.sum(counts >= k) - 1, 0, len(LADDER) - 2)
+  logs = jnp.log(jnp.maximum(counts.astype(jnp.float32), 0.5))  # of no element: half of one
+  above, below = logs[left], logs[left + 1]
+  wanted = jnp.log(jnp.asarray(k, jnp.float32))
+  share = jnp.clip((above - wanted) / jnp.maximum(above - below, LOWEST), 0, 1)
+  rungs = jnp.asarray(np.log(LADDER), jnp.float32)
+  return rungs[left] + share * (rungs[left + 1] - rungs[left]), on_ladder
+
+
+class Rule(NamedTuple):
+  """How a threshold follows the density; ``RULES`` has all of them."""
+
+  # k of the first step -> the first threshold; LOWEST if it has to be searched for
+  first: Callable[[int | jax.Array], float | jax.Array]
+  # (threshold, memory, total, k) -> the threshold of this step
+  use: Callable[..., jax.Array]
+  # (threshold used, memory, selected, ladder, k, k of the next step) -> threshold and memory of it
+  adapt: Callable[..., tuple[jax.Array, Memory]]
+  # whether `adapt` needs the counts around the threshold used
+  wants_ladder: bool
+
+
+def _unknown(k):
+  return LOWEST
+
+
+def _paper_use(threshold, memory, total, k):
+  return threshold
+
+
+def _paper_adapt(used, memory, selected, ladder, k, next_k):
+  return paper_scaled(used, selected, k), memory
+
+
+def _secant_use(threshold, memory, total, k):
+  return jax.lax.cond(memory.lost, lambda: search(total, k), lambda: threshold)
+
+
+def _secant_adapt(used, memory, selected, ladder, k, next_k):
+  here, _ = interpolate(ladder, k)
+  there, on_ladder = interpolate(ladder, next_k)
+  gain = jnp.maximum(LEVEL_GAIN, here**2 / (here**2 + NOISE / k))
+  trend = jnp.clip(memory.trend + TREND_GAIN * here, -MAX_TREND, MAX_TREND)
+  # What the schedule changes is known and taken whole; what the gradients changed, in part.
+  move = (there - here) + gain * here + trend
+  follow = jnp.clip(used * jnp.exp(move).astype(used.dtype), LOWEST, HIGHEST)
+  # Off the ladder nothing can be said: search, rather than extrapolate.
+  follow = jnp.where(on_ladder, follow, jnp.maximum(used, LOWEST))
+  return follow, Memory(jnp.where(on_ladder, trend, 0.0), ~on_ladder)
+
+
+def _in_step_use(threshold, memory, total, k):
+  log, on_ladder = interpolate(total(levels_around(threshold)), k)
+  near = jnp.clip(threshold * jnp.exp(log).astype(threshold.dtype), LOWEST, HIGHEST)
+  return jax.lax.cond(on_ladder, lambda: near, lambda: search(total, k))
+
+
+def _in_step_adapt(used, memory, selected, ladder, k, next_k):
+  return jnp.maximum(used, LOWEST), memory
+
+
+RULES = {
+  "paper": Rule(paper_initial, _paper_use, _paper_adapt, wants_ladder=False),
+  "secant": Rule(_unknown, _secant_use, _secant_adapt, wants_ladder=True),
+  "in_step": Rule(_unknown, _in_step_use, _in_step_adapt, wants_ladder=False),
+}

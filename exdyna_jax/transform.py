@@ -12,6 +12,7 @@ import optax
 from jax import lax
 
 from . import checks, exchange, flat
+from .density import Density
 from .selection import strided_ranks
 from .state import State, Stats, check_state, empty_stats
 from .varying import (
@@ -30,28 +31,36 @@ class Selection(NamedTuple):
 
   found: jax.Array  # int32 [], how many
   take: Callable[[jax.Array], jax.Array]  # ranks int32 [m] -> indices; N from rank `found` on
+  threshold: jax.Array  # the threshold used, agreed
+  signal: jax.Array  # int32 [m], the algorithm's own numbers, summed over the workers
+
+
+class Outcome(NamedTuple):
+  """What all workers know after the exchange."""
+
   threshold: jax.Array  # the threshold used
+  counts: jax.Array  # int32 [n], picked by each worker
+  sent: jax.Array  # int32 [n], of these, sent
+  signal: jax.Array  # int32 [m], summed over the workers
+  seen: Any  # sum over the messages of `Algorithm.observe`
 
 
 class Algorithm(NamedTuple):
   """What differs between sparsifiers."""
 
-  # (N, n) -> threshold and boundaries of the first step
-  init: Callable[[int, int], tuple[jax.Array, jax.Array]]
+  # (N, n) -> threshold, boundaries and memory of the first step
+  init: Callable[[int, int], tuple[jax.Array, jax.Array, Any]]
   # (acc [N], state, rank) -> what this worker picks
   select: Callable[[jax.Array, State, jax.Array], Selection]
-  # (state, threshold used, counts [n]) -> threshold and boundaries of the next step
-  adapt: Callable[[State, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
-
-
-def target_count(density: float, size: int) -> int:
-  """How many of ``size`` elements a density asks for: ``k = max(1, int(density * size))``."""
-  return max(1, int(density * size))
+  # (indices of a message, N, n) -> arrays to be summed over the messages, for `adapt`
+  observe: Callable[[jax.Array, int, int], Any]
+  # (state, outcome) -> threshold, boundaries and memory of the next step
+  adapt: Callable[[State, Outcome], tuple[jax.Array, jax.Array, Any]]
 
 
 def sparsifier(
   algorithm: Algorithm,
-  density: float,
+  density: Density,
   axis_name: AxisName,
   *,
   num_workers: int | None,
@@ -60,28 +69,26 @@ def sparsifier(
   nonfinite: str,
 ) -> optax.GradientTransformationExtraArgs:
   """Drives ``algorithm`` as an optax transformation; the arguments are those of `exdyna`."""
-  density = checks.check_density(density)
   check_axis_name(axis_name)
   if num_workers is not None:
     checks.check_count("num_workers", num_workers)
   checks.check_positive("capacity_factor", capacity_factor, "never truncate")
   checks.check_float_dtype("residual_dtype", residual_dtype)
   checks.check_choice("nonfinite", nonfinite, ("skip", "propagate"))
-  # At density 1 all is wanted, so nothing may stay behind.
-  unbounded = capacity_factor is None or density == 1
   wide = jnp.promote_types(residual_dtype, jnp.float32)
 
   def init_fn(params):
     size = flat.flat_size(params)
     # A tree without elements, such as optax's placeholder for parameters, may come from anywhere.
     n, bound = resolve_workers(axis_name, num_workers, needed=size > 0)
-    threshold, boundaries = algorithm.init(size, n)
+    threshold, boundaries, memory = algorithm.init(size, n)
     residual = jnp.zeros((size if bound else n * size,), residual_dtype)
     return State(
       step=jnp.zeros((), jnp.int32),
       residual=local_params(residual, axis_name) if bound else residual,
       threshold=threshold,
       boundaries=boundaries,
+      memory=memory,
       stats=empty_stats(n),
     )
 
@@ -93,8 +100,6 @@ def sparsifier(
     check_state(state, size, n)
     if size == 0:
       return flat.unflatten(jnp.zeros((0,)), updates), state
-    k = target_count(density, size)
-    capacity = exchange.capacity_of(size, n, k, None if unbounded else capacity_factor)
 
     # Accumulate.
     acc = flat.flatten(updates, wide) + state.residual.astype(wide)
@@ -103,43 +108,45 @@ def sparsifier(
 
     # Select.
     picked = algorithm.select(acc, state, lax.axis_index(axis_tuple(axis_name)))
-    slots = lax.iota(jnp.int32, capacity)
-    ranks = slots if unbounded else strided_ranks(picked.found, capacity)
+    plan = exchange.plan(density, capacity_factor, state.step, size, n)
+
+    def indices_in(slots):
+      return picked.take(strided_ranks(slots, picked.found, plan.allowed))
 
     # Exchange, and feed back what is not sent.
-    agreed = exchange.gather_first(picked.found, finite, picked.take(ranks), axis_name)
+    slots = lax.iota(jnp.int32, plan.slots[0])
+    agreed = exchange.gather_first(
+      picked.found, finite, picked.signal, indices_in(slots), axis_name
+    )
 
-    def send(residual, update, indices):
+    def send(sending, indices):
+      residual, update, seen = sending
       mean = exchange.mean_at(residual, indices, agreed.finite, axis_name, n)
-      return _clear(residual, indices), update.at[indices].set(mean, mode="drop")
+      update = update.at[indices].set(mean, mode="drop")
+      seen = jax.tree.map(jnp.add, seen, algorithm.observe(indices, size, n))
+      return _clear(residual, indices), update, seen
 
-    def send_more(carry):
-      done, residual, update = carry
-      indices = exchange.gather_more(picked.take(slots + done), axis_name)
-      return done + capacity, *send(residual, update, indices)
-
-    residual, update = send(acc, jnp.zeros((size,), wide), agreed.indices)
-    done = jnp.int32(capacity)
-    if unbounded:
-      # The counts are agreed, so all workers leave this loop together.
-      done, residual, update = lax.while_loop(
-        lambda carry: carry[0] < jnp.max(agreed.counts), send_more, (done, residual, update)
-      )
+    nothing_seen = jax.tree.map(jnp.zeros_like, algorithm.observe(slots[:0], size, n))
+    sending = send((acc, jnp.zeros((size,), wide), nothing_seen), agreed.indices)
+    sent = jnp.minimum(agreed.counts, plan.allowed)
+    sending, more_bytes = exchange.send_rest(
+      send, sending, indices_in, plan, jnp.max(sent), axis_name, n, wide.itemsize
+    )
+    residual, update, seen = sending
 
     # Adapt. A skipped step leaves everything but the statistics as it was.
-    threshold, boundaries = algorithm.adapt(state, picked.threshold, agreed.counts)
-    new = State(optax.safe_increment(state.step), residual, threshold, boundaries, state.stats)
+    outcome = Outcome(picked.threshold, agreed.counts, sent, agreed.signal, seen)
+    threshold, boundaries, memory = algorithm.adapt(state, outcome)
+    step = optax.safe_increment(state.step)
+    new = State(step, residual, threshold, boundaries, memory, state.stats)
     if nonfinite == "skip":
       new = jax.tree.map(lambda new, old: jnp.where(agreed.finite, new, old), new, state)
-    header = exchange.message_bytes(n, 0, exchange.HEADER, 0)
-    message = exchange.message_bytes(n, capacity, 0, wide.itemsize)
+    header = exchange.HEADER + picked.signal.shape[0]
     stats = _stats(
-      agreed,
-      sent=jnp.minimum(agreed.counts, done),
+      outcome,
       size=size,
-      threshold=picked.threshold,
-      bytes_sent=header + (done // capacity).astype(jnp.float32) * message,
-      skipped=state.stats.skipped,
+      skipped=state.stats.skipped + ~agreed.finite,
+      bytes_sent=exchange.message_bytes(n, plan.slots[0], wide.itemsize, header) + more_bytes,
     )
     return flat.unflatten(update, updates), new._replace(stats=stats)
 
@@ -154,26 +161,18 @@ def _clear(residual: jax.Array, indices: jax.Array) -> jax.Array:
   return residual.at[indices].set(jnp.where(value > jnp.inf, 1, 0).astype(value.dtype), mode="drop")
 
 
-def _stats(
-  agreed: exchange.Agreed,
-  *,
-  sent: jax.Array,
-  size: int,
-  threshold: jax.Array,
-  bytes_sent: jax.Array,
-  skipped: jax.Array,
-) -> Stats:
-  total = jnp.sum(agreed.counts, dtype=jnp.int32)
-  selected = jnp.sum(sent, dtype=jnp.int32)
-  largest = jnp.max(agreed.counts).astype(jnp.float32)
-  padding = agreed.counts.shape[0] * largest / jnp.maximum(total, 1)
+def _stats(outcome: Outcome, *, size: int, skipped: jax.Array, bytes_sent: jax.Array) -> Stats:
+  counts = outcome.counts
+  total = jnp.sum(counts, dtype=jnp.int32)
+  selected = jnp.sum(outcome.sent, dtype=jnp.int32)
+  padding = counts.shape[0] * jnp.max(counts).astype(jnp.float32) / jnp.maximum(total, 1)
   return Stats(
     density=selected.astype(jnp.float32) / size,
     selected=selected,
-    counts=agreed.counts,
-    threshold_used=threshold,
+    counts=counts,
+    threshold_used=outcome.threshold,
     padding_ratio=jnp.where(total > 0, padding, 1.0),
     overflow=total - selected,
-    skipped=skipped + ~agreed.finite,
-    bytes_sent=bytes_sent,
+    skipped=skipped,
+    bytes_sent=jnp.asarray(bytes_sent, jnp.float32),
   )

@@ -60,6 +60,7 @@ def dense(
       residual=local_params(residual, axis_name) if bound else residual,
       threshold=as_threshold(0.0),
       boundaries=jnp.zeros((n + 1,), jnp.int32),
+      memory=(),
       stats=empty_stats(n),
     )
 

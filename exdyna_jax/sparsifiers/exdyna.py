@@ -1,6 +1,7 @@
 """ExDyna: block-based exclusive partitions that follow the load, and an online threshold."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,23 +9,38 @@ import optax
 
 from .. import checks, selection
 from ..blocks import WORD, Blocks, element_range, even_blocks, paper_blocks
-from ..partition import by_partition, equal_boundaries, owned_partition, paper_boundaries
+from ..density import parse_density, target_at
+from ..partition import (
+  balanced_boundaries,
+  block_counts,
+  by_partition,
+  equal_boundaries,
+  expected_loads,
+  owned_partition,
+  paper_boundaries,
+)
 from ..state import State
-from ..threshold import as_threshold, paper_initial, paper_scaled
-from ..transform import Algorithm, Selection, sparsifier, target_count
-from ..varying import AxisName
+from ..threshold import LOWEST, RULES, Memory, as_threshold, fresh_memory, levels_around
+from ..transform import Algorithm, Outcome, Selection, sparsifier
+from ..varying import AxisName, psum
 
-_THRESHOLDS = ("paper",)
-_PARTITIONS = ("paper",)
+_PARTITIONS = ("paper", "balanced")
+
+
+class _Memory(NamedTuple):
+  """What ExDyna remembers beside threshold and boundaries."""
+
+  threshold_rule: Memory
+  loads: jax.Array  # float32 [num_blocks], average count per block; empty with "paper"
 
 
 def exdyna(
-  density: float,
+  density: float | Callable[[jax.Array], jax.Array],
   axis_name: AxisName,
   *,
   num_workers: int | None = None,
-  threshold: str = "paper",
-  partition: str = "paper",
+  threshold: str = "secant",
+  partition: str = "balanced",
   initial_threshold: float | None = None,
   num_blocks: int = 1024,
   capacity_factor: float | None = 1.25,
@@ -101,42 +117,71 @@ def exdyna(
     Yoon and Oh, `Preserving Near-Optimal Gradient Sparsification Cost for Scalable Distributed
     Deep Learning <https://arxiv.org/abs/2402.13781>`_, CCGrid 2024.
   """
-  checks.check_choice("threshold", threshold, _THRESHOLDS)
+  checks.check_choice("threshold", threshold, tuple(RULES))
   checks.check_choice("partition", partition, _PARTITIONS)
   checks.check_positive("initial_threshold", initial_threshold, "chosen by the threshold rule")
   checks.check_count("num_blocks", num_blocks)
+  wanted = parse_density(density)
+  rule = RULES[threshold]
+  balanced = partition == "balanced"
 
   def cut(size: int, n: int) -> Blocks:
-    if size >= WORD * num_blocks:
+    if not balanced and size >= WORD * num_blocks:
       return paper_blocks(size, num_blocks)
     return even_blocks(size, n, num_blocks)
 
-  def init(size: int, n: int) -> tuple[jax.Array, jax.Array]:
-    first = initial_threshold or paper_initial(target_count(density, size))
+  def init(size: int, n: int) -> tuple[jax.Array, jax.Array, _Memory]:
+    blocks = cut(size, n)
+    first = initial_threshold or rule.first(target_at(wanted, jnp.int32(0), size))
     # At density 1 everything qualifies, for ever.
-    first = 0.0 if density == 1 else first
-    return as_threshold(first), equal_boundaries(cut(size, n).num_blocks, n)
+    first = as_threshold(0.0 if wanted.is_one else first)
+    loads = jnp.full((blocks.num_blocks if balanced else 0,), 1 / max(blocks.num_blocks, 1))
+    memory = _Memory(fresh_memory(lost=initial_threshold is None), loads.astype(jnp.float32))
+    return first, equal_boundaries(blocks.num_blocks, n), memory
 
   def select(acc: jax.Array, state: State, rank: jax.Array) -> Selection:
     size, n = acc.shape[0], state.boundaries.shape[0] - 1
     mine = owned_partition(state.step, rank, n)
     start, end = element_range(cut(size, n), state.boundaries, mine)
-    hits = selection.find(acc, start, end, state.threshold)
-    picked = Selection(
-      selection.count(hits), lambda ranks: selection.take(hits, ranks, size), state.threshold
-    )
-    return _at_least_one(picked, start, end, state.step, size)
 
-  def adapt(state: State, used: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
-    size, n = state.residual.shape[0], counts.shape[0]
-    k = target_count(density, size)
-    next_threshold = used if density == 1 else paper_scaled(used, jnp.sum(counts), k)
-    loads = by_partition(counts, state.step)
-    return next_threshold, paper_boundaries(state.boundaries, loads, cut(size, n))
+    def count(levels):
+      return selection.count_reaching(acc, start, end, levels)
+
+    used, ladder = state.threshold, jnp.zeros((0,), jnp.int32)
+    if not wanted.is_one:
+      k = target_at(wanted, state.step, size)
+      used = rule.use(used, state.memory.threshold_rule, lambda x: psum(count(x), axis_name), k)
+      used = jnp.where(k < size, used, 0.0)
+      ladder = count(levels_around(used)) if rule.wants_ladder else ladder
+    hits = selection.find(acc, start, end, used)
+    picked = Selection(
+      selection.count(hits), lambda ranks: selection.take(hits, ranks, size), used, ladder
+    )
+    # The original never sends nothing, and the mode that replays it does the same.
+    return _at_least_one(picked, start, end, state.step, size) if threshold == "paper" else picked
+
+  def observe(indices: jax.Array, size: int, n: int) -> jax.Array:
+    return block_counts(indices, cut(size, n)) if balanced else jnp.zeros((0,))
+
+  def adapt(state: State, outcome: Outcome) -> tuple[jax.Array, jax.Array, _Memory]:
+    size, n = state.residual.shape[0], outcome.counts.shape[0]
+    follow, memory = state.threshold, state.memory
+    if not wanted.is_one:
+      k, next_k = (target_at(wanted, state.step + ahead, size) for ahead in (0, 1))
+      selected = jnp.sum(outcome.counts, dtype=jnp.int32)
+      follow, rule_memory = rule.adapt(
+        outcome.threshold, memory.threshold_rule, selected, outcome.signal, k, next_k
+      )
+      memory = memory._replace(threshold_rule=rule_memory)
+    counts, sent = (by_partition(x, state.step) for x in (outcome.counts, outcome.sent))
+    if not balanced:
+      return follow, paper_boundaries(state.boundaries, counts, cut(size, n)), memory
+    loads = expected_loads(memory.loads, outcome.seen, counts, sent, state.boundaries)
+    return follow, balanced_boundaries(loads, n), memory._replace(loads=loads)
 
   return sparsifier(
-    Algorithm(init, select, adapt),
-    density,
+    Algorithm(init, select, observe, adapt),
+    wanted,
     axis_name,
     num_workers=num_workers,
     capacity_factor=capacity_factor,
@@ -156,4 +201,4 @@ def _at_least_one(
   def take(ranks):
     return jnp.where(alone, jnp.where(ranks == 0, index, size), picked.take(ranks))
 
-  return Selection(jnp.where(alone, 1, picked.found), take, picked.threshold)
+  return picked._replace(found=jnp.where(alone, 1, picked.found), take=take)
