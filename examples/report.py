@@ -36,6 +36,8 @@ class Run(NamedTuple):
   threshold: np.ndarray
   padding_ratio: np.ndarray  # largest count of a worker over the mean count
   bytes_sent: np.ndarray  # by one worker
+  counts: np.ndarray  # [steps, n], entries that qualified on each worker, sent or not
+  parameters: int  # length of the gradient
 
 
 def divergence(run: Run, num_classes: int) -> str | None:

@@ -102,6 +102,8 @@ def train(name, tx, data, args):
     threshold=np.array([stats.threshold_used for stats in history]),
     padding_ratio=np.array([stats.padding_ratio for stats in history]),
     bytes_sent=np.array([stats.bytes_sent for stats in history]),
+    counts=np.array([stats.counts for stats in history]),
+    parameters=sum(x.size for x in jax.tree.leaves(params)),
   )
 
 
@@ -159,8 +161,8 @@ def make_parser():
   add("--batch", type=at_least(1), default=32, help="images per worker and step (%(default)s)")
   add("--optimizer", choices=OPTIMIZERS, default="rms", help="after the exchange (%(default)s)")
   add("--lr", type=float, help="learning rate (default: one that suits the optimizer)")
-  add("--threshold", default="paper", help="threshold rule of exdyna (%(default)s)")
-  add("--partition", default="paper", help="partition rule of exdyna (%(default)s)")
+  add("--threshold", default="secant", help="threshold rule of exdyna (%(default)s)")
+  add("--partition", default="balanced", help="partition rule of exdyna (%(default)s)")
   add("--data-dir", type=pathlib.Path, help="folder with the IDX files of MNIST or Fashion-MNIST")
   add("--seed", type=at_least(0), default=0, help="of parameters, batches and split (%(default)s)")
   add("--out", type=pathlib.Path, default="train_mnist.png", help="picture (%(default)s)")

@@ -49,8 +49,10 @@ def element_range(
   """Elements ``[start, end)`` of a partition, as int32 scalars.
 
   The block behind the last one starts at ``size``: the last partition owns a tail, if any, and
-  empty partitions at the end are empty.
+  empty partitions at the end are empty. The last partition ends at ``size`` also if the boundaries
+  were made for another number of blocks.
   """
   edge = jax.lax.dynamic_slice(boundaries, (partition,), (2,))
   element = jnp.where(edge >= blocks.num_blocks, blocks.size, edge * blocks.block_size)
-  return element[0], element[1]
+  is_last = partition == boundaries.shape[0] - 2
+  return element[0], jnp.where(is_last, blocks.size, element[1])

@@ -12,7 +12,8 @@ def _check_static(name: str, value: Any, wanted: str) -> None:
   if isinstance(value, jax.Array):
     raise TypeError(
       f"{name} must be {wanted}, not an array, since array shapes follow from it; got {value!r}."
-      f" Under optax.inject_hyperparams, name {name} in static_args."
+      " Under optax.inject_hyperparams, name all numbers and dtypes of this transformation in"
+      f" static_args, {name} among them, or wrap only the optimizer behind it."
     )
 
 
@@ -23,31 +24,34 @@ def check_type(name: str, value: Any, kind: type, wanted: str) -> None:
     raise TypeError(f"{name} must be {wanted}, got {value!r}.")
 
 
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: Any, choices: tuple[str, ...], hint: str = "") -> None:
   """Raises ValueError unless ``value`` is one of ``choices``."""
   if value not in choices:
-    raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+    raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.{hint}")
 
 
-def check_count(name: str, value: Any) -> None:
-  """Raises unless ``value`` is an integer of at least 1."""
+def check_count(name: str, value: Any) -> int:
+  """``value`` as an int; raises unless it is an integer of at least 1."""
   check_type(name, value, numbers.Integral, "an integer")
   if value < 1:
     raise ValueError(f"{name} must be at least 1, got {value!r}.")
+  return int(value)
 
 
-def check_positive(name: str, value: Any, otherwise: str) -> None:
-  """Raises unless ``value`` is None (what that means: ``otherwise``) or positive and finite."""
+def check_positive(name: str, value: Any, otherwise: str) -> float | None:
+  """``value`` as a float; raises unless it is None (``otherwise``) or positive and finite."""
   if value is None:
-    return
+    return None
   check_type(name, value, numbers.Real, f"a Python number or None ({otherwise})")
   if not 0 < float(value) < math.inf:
     raise ValueError(f"{name} must be positive and finite, or None ({otherwise}), got {value!r}.")
+  return float(value)
 
 
-def check_float_dtype(name: str, dtype: Any) -> None:
-  """Raises TypeError unless ``dtype`` is a floating-point dtype."""
-  wanted = "a floating-point dtype"
+def check_float_dtype(name: str, dtype: Any) -> Any:
+  """``dtype`` as JAX will have it; raises TypeError unless it is a float of 16 bits or more."""
+  wanted = "a floating-point dtype of at least 16 bits"
   _check_static(name, dtype, wanted)
-  if not jnp.issubdtype(dtype, jnp.floating):
+  if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 16:
     raise TypeError(f"{name} must be {wanted}, got {dtype!r}.")
+  return jax.dtypes.canonicalize_dtype(dtype)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .density import Density, target_at, target_count
+from .flat import MAX_SIZE
 from .varying import AxisName, all_gather, psum
 
 ITEM_BYTES = 4  # header entries and indices
@@ -44,9 +45,9 @@ class Agreed(NamedTuple):
 
 
 def capacity_of(k: int, size: int, num_workers: int, factor: float | None) -> int:
-  """Slots per worker for ``k`` indices: ``ceil(factor * k / n)``, in ``[1, N]``; None counts as 1."""
-  slots = math.ceil((1.0 if factor is None else factor) * k / num_workers)
-  return min(max(slots, 1), size)
+  """Slots per worker for ``k`` indices: ``ceil(factor * k / n)`` in ``[1, N]``; None means 1."""
+  share = (1.0 if factor is None else factor) * k / num_workers
+  return max(math.ceil(min(share, size)), 1)
 
 
 def plan(
@@ -125,12 +126,13 @@ def send_rest(
   if len(plan.slots) == 1 and isinstance(plan.allowed, int) and plan.allowed <= plan.slots[0]:
     return sending, 0.0
 
-  def in_messages_of(slots: int, sending):
+  def in_messages_of(slots, sending):
     def message(carry):
       done, sent_bytes, sending = carry
       mine = indices_in(done + lax.iota(jnp.int32, slots))
       cost = message_bytes(num_workers, slots, value_bytes)
-      return done + slots, sent_bytes + cost, send(sending, all_gather(mine, axis_name))
+      done = jnp.minimum(done, MAX_SIZE - slots) + slots  # no further than an int32 reaches
+      return done, sent_bytes + cost, send(sending, all_gather(mine, axis_name))
 
     # `largest` is agreed, so all workers enter and leave this loop together.
     start = (jnp.int32(plan.slots[0]), jnp.float32(0), sending)

@@ -66,7 +66,15 @@ def flatten(tree: Any, dtype: Any) -> jax.Array:
   return jnp.concatenate(leaves) if leaves else jnp.zeros((0,), dtype)
 
 
-def unflatten(vector: jax.Array, like: Any) -> Any:
+def cast(x: jax.Array, dtype: Any, *, saturate: bool) -> jax.Array:
+  """``x`` as ``dtype``; with ``saturate``, what is too large for it becomes its largest number."""
+  if saturate:
+    largest = jnp.finfo(dtype).max.astype(x.dtype)
+    x = jnp.clip(x, -largest, largest)
+  return x.astype(dtype)
+
+
+def unflatten(vector: jax.Array, like: Any, *, saturate: bool = False) -> Any:
   """Inverse of `flatten`: the tree ``like`` with the values of ``vector``, in the leaves' dtypes.
 
   Leaves without a gradient (integer, boolean, float0) come back as zeros of their kind.
@@ -78,6 +86,7 @@ def unflatten(vector: jax.Array, like: Any) -> Any:
       out.append(zeros(leaf))
       continue
     end = position + int(np.prod(np.shape(leaf), dtype=np.int64))
-    out.append(vector[position:end].reshape(np.shape(leaf)).astype(_dtype(leaf)))
+    part = vector[position:end].reshape(np.shape(leaf))
+    out.append(cast(part, _dtype(leaf), saturate=saturate and _dtype(leaf) != vector.dtype))
     position = end
   return jax.tree.unflatten(treedef, out)

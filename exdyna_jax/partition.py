@@ -23,7 +23,7 @@ LOAD_DECAY = 0.9
 
 def owned_partition(step: jax.Array, rank: jax.Array, num_workers: int) -> jax.Array:
   """Partition that worker ``rank`` owns in ``step``: they rotate, one place a step."""
-  return (step + rank) % num_workers
+  return (step % num_workers + rank) % num_workers
 
 
 def by_partition(counts: jax.Array, step: jax.Array) -> jax.Array:
@@ -96,8 +96,8 @@ def expected_loads(
   # What exceeds the capacity is an even stride of what was found, so it scales up.
   share = counts / jnp.maximum(sent_counts, 1).astype(jnp.float32)
   block = jnp.arange(loads.shape[0])
-  owner = jnp.searchsorted(edges, block, side="right") - 1
-  found = sent * share[jnp.clip(owner, 0, counts.shape[0] - 1)]
+  owner = jnp.sum(edges[1:-1, None] <= block[None, :], axis=0)
+  found = sent * share[owner]
   return jnp.where(jnp.any(counts > 0), LOAD_DECAY * loads + (1 - LOAD_DECAY) * found, loads)
 
 
@@ -118,7 +118,8 @@ def balanced_boundaries(loads: jax.Array, num_workers: int) -> jax.Array:
   partition = jnp.arange(num_workers + 1, dtype=jnp.int32)
   wanted = partition[1:-1] * (ends[-1] / num_workers)
   # The end of a block that is nearest to each wanted sum; half of the block decides.
-  inner = jnp.searchsorted(ends - loads / 2, wanted).astype(jnp.int32)
+  middles = ends - loads / 2
+  inner = jnp.sum(middles[:, None] < wanted[None, :], axis=0, dtype=jnp.int32)
   edges = jnp.concatenate([jnp.zeros(1, jnp.int32), inner, jnp.full(1, num_blocks, jnp.int32)])
   # At least one block each: b[p] - p must not fall, and must leave a block for all that follow.
   slack = jnp.minimum(jax.lax.cummax(edges - partition), num_blocks - num_workers)

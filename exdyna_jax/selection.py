@@ -19,6 +19,7 @@ ROW = 32  # words per row; prefix sums are kept within rows and over rows
 ROW_SIZE = BITS * ROW  # elements per row
 CHUNK = 64 * ROW_SIZE  # elements per step of the loop: 256 kB of float32, within any L2 cache
 
+GOLDEN = np.uint32(2654435769)  # 2**32 over the golden ratio
 _BIT = np.uint32(1) << np.arange(BITS, dtype=np.uint32)
 
 
@@ -76,7 +77,7 @@ def count_reaching(
     del j
     # Packing and counting bits takes half the time of counting booleans.
     words = _pack(magnitude, levels[:, None, None])
-    return counts + jnp.sum(lax.population_count(words).astype(jnp.int32), axis=1)
+    return counts + jnp.sum(lax.population_count(words), axis=1, dtype=jnp.int32)
 
   zeros = jnp.zeros_like(acc, jnp.int32, shape=levels.shape)
   return _over_chunks(acc, start, end, add, zeros)
@@ -123,24 +124,33 @@ def count(hits: Hits) -> jax.Array:
   return hits.total[-1]
 
 
-def strided_ranks(slots: jax.Array, count: jax.Array, allowed: int | jax.Array) -> jax.Array:
+def strided_ranks(
+  slots: jax.Array, count: jax.Array, allowed: int | jax.Array, step: jax.Array
+) -> jax.Array:
   """Rank of the hit that goes into each slot, if ``allowed`` of ``count`` hits may be sent.
 
-  All hits if they fit, else an even stride, ``floor(slot * count / allowed)``: keeping the first
-  ones would starve the end of the range for ever.
+  All hits if they fit, else an even stride, ``floor((slot * count + phase) / allowed)``. Keeping
+  the first ones would starve the end of the range, and a stride without a phase, which differs from
+  step to step, would starve what lies between its hits.
 
   Args:
     slots: int32 ``[m]``.
     count: int32 scalar.
     allowed: int32 scalar, at least 1.
+    step: int32 scalar.
 
   Returns:
     int32 ``[m]``; ``count`` and above for empty slots.
   """
+  # Multiples of the golden ratio fill [0, 1) evenly, however many there are.
+  fraction = (step.astype(jnp.uint32) * GOLDEN) >> 8
+  phase = (fraction.astype(jnp.float32) / 2**24 * count.astype(jnp.float32)).astype(jnp.int32)
   excess = jnp.maximum(count - allowed, 0)
-  # floor(slot * count / allowed) = slot + floor(slot * excess / allowed)
-  ranks = slots + jnp.clip(mul_div(slots, excess, allowed), 0, excess)
-  return jnp.where(slots < allowed, ranks, count)
+  phase = jnp.where(excess > 0, jnp.clip(phase, 0, count - 1), 0)
+  # slot * count / allowed = slot + slot * excess / allowed
+  rest = mul_div(slots, excess % allowed, allowed, phase)
+  ranks = slots + slots * (excess // allowed) + rest
+  return jnp.where((slots >= 0) & (slots < allowed), jnp.minimum(ranks, slots + excess), count)
 
 
 def take(hits: Hits, ranks: jax.Array, size: int) -> jax.Array:
@@ -156,17 +166,27 @@ def take(hits: Hits, ranks: jax.Array, size: int) -> jax.Array:
   """
   found = ranks < count(hits)
   rank = jnp.minimum(ranks, jnp.maximum(count(hits) - 1, 0))
-  row = jnp.minimum(jnp.searchsorted(hits.total, rank, side="right"), hits.total.shape[0] - 1)
+  row = _descend(hits.total, jnp.zeros_like(rank), rank, hits.total.shape[0])
   rank = rank - (hits.total[row] - hits.before[row, -1])
   before = hits.before.reshape(-1)
-  word, step = row * ROW, ROW // 2
-  while step:  # binary search within the row, unrolled
-    word = jnp.where(before[word + step - 1] <= rank, word + step, word)
-    step //= 2
+  word = _descend(before, row * ROW, rank, ROW)
   rank = rank - jnp.where(word > row * ROW, before[jnp.maximum(word - 1, 0)], 0)
   chunk, inside = jnp.divmod(word, hits.words.shape[1])
   index = hits.first[chunk] + inside * BITS + _nth_bit(hits.words[chunk, inside], rank)
   return jnp.where(found, index, size)
+
+
+def _descend(sums: jax.Array, first: jax.Array, rank: jax.Array, length: int) -> jax.Array:
+  """The position, of ``length`` from ``first`` on, where the running sum first exceeds ``rank``.
+
+  A binary search, unrolled: ``jnp.searchsorted`` fails on meshes that are manual in part.
+  """
+  position, last = first, first + length - 1
+  step = 1 << (length - 1).bit_length()
+  while step := step // 2:
+    there = jnp.minimum(position + step, last)
+    position = jnp.where(sums[there - 1] <= rank, there, position)
+  return position
 
 
 def _nth_bit(word: jax.Array, rank: jax.Array) -> jax.Array:

@@ -11,41 +11,64 @@ from .varying import AxisName, axis_tuple, check_axis_name
 
 
 class Stats(NamedTuple):
-  """What the last step did. All arrays are the same on all workers."""
+  """What the last step did; all arrays are the same on all workers.
 
-  density: jax.Array  # float32 [], indices sent / N
-  selected: jax.Array  # int32 [], indices sent by all workers
-  counts: jax.Array  # int32 [n], indices that qualified on each worker, sent or not
-  threshold_used: jax.Array  # widest float [], the threshold of this step
-  padding_ratio: jax.Array  # float32 [], n * max(counts) / sum(counts); 1 is perfect balance
-  overflow: jax.Array  # int32 [], indices that qualified but exceeded the capacity
-  skipped: jax.Array  # int32 [], steps skipped so far because of NaN or Inf
-  bytes_sent: jax.Array  # float32 [], by this worker in this step, with ring collectives
+  Attributes:
+    density: float32 ``[]``, entries sent / N. A little below the target where a worker found more
+      than its capacity.
+    selected: int32 ``[]``, entries sent by all workers.
+    counts: int32 ``[n]``, entries that qualified on each worker, sent or not.
+    threshold_used: widest float ``[]``, the threshold of this step.
+    padding_ratio: float32 ``[]``, ``n * max(counts) / sum(counts)``; 1 is perfect balance.
+    overflow: int32 ``[]``, entries that qualified but exceeded the capacity, and wait.
+    skipped: int32 ``[]``, steps skipped so far because of NaN or Inf.
+    bytes_sent: float32 ``[]``, by each worker in this step, by ring collectives. Messages have
+      fixed sizes: empty slots count.
+  """
+
+  density: jax.Array
+  selected: jax.Array
+  counts: jax.Array
+  threshold_used: jax.Array
+  padding_ratio: jax.Array
+  overflow: jax.Array
+  skipped: jax.Array
+  bytes_sent: jax.Array
 
 
 class State(NamedTuple):
-  """State of a sparsifier; ``threshold`` and ``boundaries`` are what the next step starts from."""
+  """State of a sparsifier: a pytree of arrays, the same on all workers but for ``residual``.
 
-  step: jax.Array  # int32 [], steps taken; skipped ones do not count
-  residual: jax.Array  # [N] on each worker, [n * N] outside: gradients not sent so far
-  threshold: jax.Array  # widest float []
-  boundaries: jax.Array  # int32 [n + 1], partition boundaries in blocks
-  memory: Any  # what the algorithm remembers beside these; arrays, the same on all workers
-  stats: Stats  # of the last step
+  Attributes:
+    step: int32 ``[]``, steps taken; skipped ones do not count.
+    residual: ``[N]`` on each worker, ``[n * N]`` outside of the mapped function: what has not been
+      sent. Part of a checkpoint.
+    threshold: widest float ``[]``, what the next step starts from.
+    boundaries: int32 ``[n + 1]``, partition boundaries in blocks, of the next step.
+    memory: what the algorithm remembers beside these.
+    stats: `Stats` of the last step.
+  """
+
+  step: jax.Array
+  residual: jax.Array
+  threshold: jax.Array
+  boundaries: jax.Array
+  memory: Any
+  stats: Stats
 
 
 def empty_stats(num_workers: int) -> Stats:
   """Statistics before the first step."""
-  zero, nothing = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
+  # A buffer of its own for each field: the same one twice cannot be donated.
   return Stats(
-    density=zero,
-    selected=nothing,
+    density=jnp.zeros((), jnp.float32),
+    selected=jnp.zeros((), jnp.int32),
     counts=jnp.zeros((num_workers,), jnp.int32),
     threshold_used=as_threshold(0.0),
     padding_ratio=jnp.ones((), jnp.float32),
-    overflow=nothing,
-    skipped=nothing,
-    bytes_sent=zero,
+    overflow=jnp.zeros((), jnp.int32),
+    skipped=jnp.zeros((), jnp.int32),
+    bytes_sent=jnp.zeros((), jnp.float32),
   )
 
 
@@ -54,13 +77,14 @@ def check_state(state: Any, size: int, num_workers: int) -> None:
   if not isinstance(state, State):
     raise TypeError(
       f"update needs the State that init returned, got {type(state).__name__}. In an optax.chain,"
-      " pass the state of the whole chain to the update of the whole chain."
+      " pass the state of the whole chain to the update of the whole chain. After a checkpoint, put"
+      " the leaves back: jax.tree.unflatten(jax.tree.structure(tx.init(params)), leaves)."
     )
   made_for = state.boundaries.shape[0] - 1
   if made_for != num_workers:
     raise ValueError(
       f"the state was made for {made_for} workers, but the mesh axis has {num_workers}. Make it"
-      " anew with init for this mesh."
+      f" anew with init for this mesh, with num_workers={num_workers} if it is given."
     )
   shape = state.residual.shape
   if shape == (size,):
@@ -69,7 +93,8 @@ def check_state(state: Any, size: int, num_workers: int) -> None:
   if shape == (num_workers * size,):
     cure = (
       "It holds the residuals of all workers: split it over the mesh axis, with"
-      " in_specs=exdyna_jax.state_specs(opt_state, axis_name)."
+      " in_specs=exdyna_jax.state_specs(opt_state, axis_name). Under pmap or vmap, call init inside"
+      " of the mapped function."
     )
   raise ValueError(f"residual has shape {shape}, but the gradients need ({size},). {cure}")
 

@@ -59,7 +59,8 @@ class Memory(NamedTuple):
 
 def as_threshold(value: float | jax.Array) -> jax.Array:
   """``value`` as a scalar of the widest float enabled (float64 under ``jax.enable_x64``)."""
-  return jnp.asarray(value, jnp.result_type(float))
+  wide = jnp.asarray(value, jnp.result_type(float))
+  return jnp.where(wide > 0, jnp.clip(wide, LOWEST, HIGHEST), wide)
 
 
 def fresh_memory(lost: bool) -> Memory:
@@ -136,10 +137,13 @@ def interpolate(counts: jax.Array, k: int | jax.Array) -> tuple[jax.Array, jax.A
   """
   on_ladder = (counts[0] >= k) & (counts[-1] <= k)
   left = jnp.clip(jnp.sum(counts >= k) - 1, 0, len(LADDER) - 2)
-  logs = jnp.log(jnp.maximum(counts.astype(jnp.float32), 0.5))  # of no element: half of one
+  logs = jnp.log(jnp.maximum(counts, 1).astype(jnp.float32))
   above, below = logs[left], logs[left + 1]
   wanted = jnp.log(jnp.asarray(k, jnp.float32))
   share = jnp.clip((above - wanted) / jnp.maximum(above - below, LOWEST), 0, 1)
+  # Equal elements may all lie between two levels, where no threshold gives k of them. Take them
+  # all, and leave the choice to the capacity: a threshold above them would never send any.
+  share = jnp.where(counts[left + 1] == 0, 0.0, share)
   rungs = jnp.asarray(np.log(LADDER), jnp.float32)
   return rungs[left] + share * (rungs[left + 1] - rungs[left]), on_ladder
 
@@ -176,8 +180,11 @@ def _secant_use(threshold, memory, total, k):
 def _secant_adapt(used, memory, selected, ladder, k, next_k):
   here, _ = interpolate(ladder, k)
   there, on_ladder = interpolate(ladder, next_k)
-  gain = jnp.maximum(LEVEL_GAIN, here**2 / (here**2 + NOISE / k))
+  noise = NOISE / jnp.asarray(k, jnp.float32)
+  gain = jnp.maximum(LEVEL_GAIN, here**2 / (here**2 + noise))
   trend = jnp.clip(memory.trend + TREND_GAIN * here, -MAX_TREND, MAX_TREND)
+  # Above all elements there is nothing to be careful about.
+  gain, trend = jnp.where(selected > 0, jnp.stack([gain, trend]), jnp.array([1.0, 0.0], gain.dtype))
   # What the schedule changes is known and taken whole; what the gradients changed, in part.
   move = (there - here) + gain * here + trend
   follow = jnp.clip(used * jnp.exp(move).astype(used.dtype), LOWEST, HIGHEST)

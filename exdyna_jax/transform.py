@@ -21,6 +21,7 @@ from .varying import (
   check_axis_name,
   check_bound,
   check_local,
+  check_num_workers,
   local_params,
   resolve_workers,
 )
@@ -71,10 +72,11 @@ def sparsifier(
   """Drives ``algorithm`` as an optax transformation; the arguments are those of `exdyna`."""
   check_axis_name(axis_name)
   if num_workers is not None:
-    checks.check_count("num_workers", num_workers)
-  checks.check_positive("capacity_factor", capacity_factor, "never truncate")
-  checks.check_float_dtype("residual_dtype", residual_dtype)
+    num_workers = checks.check_count("num_workers", num_workers)
+  capacity_factor = checks.check_positive("capacity_factor", capacity_factor, "never truncate")
+  residual_dtype = checks.check_float_dtype("residual_dtype", residual_dtype)
   checks.check_choice("nonfinite", nonfinite, ("skip", "propagate"))
+  skip = nonfinite == "skip"
   wide = jnp.promote_types(residual_dtype, jnp.float32)
 
   def init_fn(params):
@@ -95,23 +97,24 @@ def sparsifier(
   def update_fn(updates, state, params=None, **extra_args):
     del params, extra_args
     n = check_bound(axis_name, "update")
+    check_num_workers(axis_name, num_workers, n)
     check_local(updates, axis_name)
     size = flat.flat_size(updates)
     check_state(state, size, n)
     if size == 0:
       return flat.unflatten(jnp.zeros((0,)), updates), state
 
-    # Accumulate.
-    acc = flat.flatten(updates, wide) + state.residual.astype(wide)
-    acc = acc.astype(residual_dtype)
-    finite = jnp.all(jnp.isfinite(acc)) if nonfinite == "skip" else jnp.asarray(True)
+    # Accumulate. Finite gradients never make an infinite residual, which could never be sent.
+    grads = flat.flatten(updates, wide)
+    finite = jnp.all(jnp.isfinite(grads)) if skip else jnp.asarray(True)
+    acc = flat.cast(grads + state.residual.astype(wide), residual_dtype, saturate=skip)
 
     # Select.
     picked = algorithm.select(acc, state, lax.axis_index(axis_tuple(axis_name)))
     plan = exchange.plan(density, capacity_factor, state.step, size, n)
 
     def indices_in(slots):
-      return picked.take(strided_ranks(slots, picked.found, plan.allowed))
+      return picked.take(strided_ranks(slots, picked.found, plan.allowed, state.step))
 
     # Exchange, and feed back what is not sent.
     slots = lax.iota(jnp.int32, plan.slots[0])
@@ -122,6 +125,7 @@ def sparsifier(
     def send(sending, indices):
       residual, update, seen = sending
       mean = exchange.mean_at(residual, indices, agreed.finite, axis_name, n)
+      mean = flat.cast(mean, wide, saturate=skip)
       update = update.at[indices].set(mean, mode="drop")
       seen = jax.tree.map(jnp.add, seen, algorithm.observe(indices, size, n))
       return _clear(residual, indices), update, seen
@@ -139,7 +143,7 @@ def sparsifier(
     threshold, boundaries, memory = algorithm.adapt(state, outcome)
     step = optax.safe_increment(state.step)
     new = State(step, residual, threshold, boundaries, memory, state.stats)
-    if nonfinite == "skip":
+    if skip:
       new = jax.tree.map(lambda new, old: jnp.where(agreed.finite, new, old), new, state)
     header = exchange.HEADER + picked.signal.shape[0]
     stats = _stats(
@@ -148,7 +152,7 @@ def sparsifier(
       skipped=state.stats.skipped + ~agreed.finite,
       bytes_sent=exchange.message_bytes(n, plan.slots[0], wide.itemsize, header) + more_bytes,
     )
-    return flat.unflatten(update, updates), new._replace(stats=stats)
+    return flat.unflatten(update, updates, saturate=skip), new._replace(stats=stats)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -161,7 +165,9 @@ def _clear(residual: jax.Array, indices: jax.Array) -> jax.Array:
   return residual.at[indices].set(jnp.where(value > jnp.inf, 1, 0).astype(value.dtype), mode="drop")
 
 
-def _stats(outcome: Outcome, *, size: int, skipped: jax.Array, bytes_sent: jax.Array) -> Stats:
+def _stats(
+  outcome: Outcome, *, size: int, skipped: jax.Array, bytes_sent: jax.Array | float
+) -> Stats:
   counts = outcome.counts
   total = jnp.sum(counts, dtype=jnp.int32)
   selected = jnp.sum(outcome.sent, dtype=jnp.int32)

@@ -50,6 +50,15 @@ def check_bound(axis_name: AxisName, caller: str) -> int:
   return size
 
 
+def check_num_workers(axis_name: AxisName, num_workers: int | None, size: int) -> None:
+  """Raises ValueError if the user's ``num_workers`` is not the axis's ``size``."""
+  if num_workers not in (None, size):
+    raise ValueError(
+      f"num_workers={num_workers}, but mesh axis {axis_name!r} has {size} workers. Leave"
+      " num_workers out, or correct it."
+    )
+
+
 def resolve_workers(
   axis_name: AxisName, num_workers: int | None, *, needed: bool
 ) -> tuple[int, bool]:
@@ -59,11 +68,7 @@ def resolve_workers(
   """
   size = bound_axis_size(axis_name)
   if size is not None:
-    if num_workers not in (None, size):
-      raise ValueError(
-        f"num_workers={num_workers}, but mesh axis {axis_name!r} has {size} workers. Leave"
-        " num_workers out, or correct it."
-      )
+    check_num_workers(axis_name, num_workers, size)
     return size, True
   if num_workers is not None:
     return num_workers, False
@@ -141,9 +146,11 @@ def check_local(grads: Any, axis_name: AxisName) -> None:
     if missing:
       raise ValueError(
         f"gradient{jax.tree_util.keystr(path)} is the same on all workers of mesh axis"
-        f" {sorted(missing)}: jax.grad with respect to replicated parameters has already summed"
-        " it, and nothing is left to compress. Differentiate with respect to"
-        f" exdyna_jax.local_params(params, {axis_name!r}) instead."
+        f" {sorted(missing)}, so that nothing is left to compress: jax.grad with respect to"
+        " replicated parameters has already summed it. Differentiate with respect to"
+        f" exdyna_jax.local_params(params, {axis_name!r}) instead. If you do, something in between"
+        " has made it so: a pmean, another sparsifier, or optax.MultiSteps around this one"
+        " (accumulate the local gradients in the step instead)."
       )
 
 

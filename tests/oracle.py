@@ -17,6 +17,7 @@ BLOCKS_PER_WORKER = 4  # fewest blocks per worker for which aligned blocks are w
 
 # A partition is overloaded or underloaded when its count lies beyond these multiples of the mean.
 OVERLOADED, UNDERLOADED = 1.05, 0.95238
+GOLDEN = 2654435769  # 2**32 over the golden ratio: its multiples modulo 2**32 are spread evenly
 MIN_SHARE = 4  # a partition gives blocks away down to 1/MIN_SHARE of the equal share
 
 # The threshold's three gains, by the ratio of picked to wanted entries.
@@ -151,15 +152,19 @@ def select(acc, start, end, threshold, step, fallback=True):
   return np.array(hits, dtype=np.int64)
 
 
-def truncate(indices, capacity):
-  """At most `capacity` of the indices: on overflow an evenly strided subset.
+def truncate(indices, capacity, step):
+  """At most `capacity` of the indices: on overflow an evenly strided subset, another one each step.
 
-  Keeping the first ones instead would starve the end of the partition.
+  Keeping the first ones instead would starve the end of the partition; keeping the same ones in
+  every step would starve all others.
   """
   count = len(indices)
   if capacity is None or count <= capacity:
     return indices
-  return np.array([indices[rank * count // capacity] for rank in range(capacity)], dtype=np.int64)
+  fraction = (step * GOLDEN % 2**32) // 2**8 / 2**24
+  phase = min(int(np.float32(fraction) * np.float32(count)), count - 1)
+  ranks = [(slot * count + phase) // capacity for slot in range(capacity)]
+  return np.array([indices[rank] for rank in ranks], dtype=np.int64)
 
 
 def init(size, num_workers, density, blocks=None):
@@ -173,10 +178,12 @@ def init(size, num_workers, density, blocks=None):
   )
 
 
-def step(state, grads, *, density, capacity=None, blocks=None, nonfinite="skip"):
+def step(state, grads, *, density, capacity=None, blocks=None, nonfinite="skip", fallback=True):
   """One step of all workers: gradients `[n, N]` to the update `[N]` that each of them gets.
 
   The threshold and the partitions follow the true counts, also where the capacity cut them short.
+  Only the paper's rules are known here: to follow others, put their threshold and boundaries into
+  the state before each step.
 
   Returns:
     The update, the new state, and a dict: `indices` (sent, ascending), `counts` (picked by each
@@ -190,7 +197,9 @@ def step(state, grads, *, density, capacity=None, blocks=None, nonfinite="skip")
   with np.errstate(over="ignore", invalid="ignore"):
     acc = grads.astype(np.float32) + state.residual
 
-  skip = nonfinite == "skip" and not np.isfinite(acc).all()
+  skip = nonfinite == "skip" and not np.isfinite(grads).all()
+  if nonfinite == "skip":  # finite gradients never make an infinite residual
+    acc = np.clip(acc, -np.finfo(np.float32).max, np.finfo(np.float32).max)
   counts = [0] * n
   sent = [np.zeros(0, np.int64)] * n
   counts_by_partition = [0] * n
@@ -198,9 +207,9 @@ def step(state, grads, *, density, capacity=None, blocks=None, nonfinite="skip")
     partition = (state.step + r) % n
     start = position(blocks, state.boundaries[partition])
     end = position(blocks, state.boundaries[partition + 1])
-    hits = select(acc[r], start, end, state.threshold, state.step)
+    hits = select(acc[r], start, end, state.threshold, state.step, fallback)
     counts[r] = counts_by_partition[partition] = len(hits)
-    sent[r] = truncate(hits, capacity)
+    sent[r] = truncate(hits, capacity, state.step)
   indices = np.sort(np.concatenate(sent))
 
   update = np.zeros(size, np.float32)

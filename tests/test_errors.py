@@ -26,9 +26,14 @@ SIZE = 100
     ({"axis_name": 3}, TypeError, "axis_name must be .* got 3"),
     ({"axis_name": ()}, TypeError, r"got \(\)"),
     ({"axis_name": ("a", 1)}, TypeError, "got"),
-    ({"threshold": "newton"}, ValueError, "threshold must be one of 'paper'.*got 'newton'"),
+    (
+      {"threshold": "newton"},
+      ValueError,
+      "threshold must be one of 'paper', 'secant', .*got 'newton'",
+    ),
     ({"partition": "even"}, ValueError, "partition must be one of 'paper'.*got 'even'"),
     ({"nonfinite": "ignore"}, ValueError, "'skip', 'propagate', got 'ignore'"),
+    ({"threshold": 0.1}, ValueError, "got 0.1. A number goes into initial_threshold"),
     ({"num_workers": 0}, ValueError, "num_workers must be at least 1, got 0"),
     ({"num_workers": 2.0}, TypeError, "num_workers must be an integer, got 2.0"),
     ({"num_blocks": 0}, ValueError, "num_blocks must be at least 1, got 0"),
@@ -149,10 +154,10 @@ def test_leaves_that_cannot_be_selected(call):
 def test_inject_hyperparams_says_what_to_do():
   make = optax.inject_hyperparams(exdyna)
   options = {"density": 0.1, "axis_name": w.AXIS, "num_workers": 4}
-  with pytest.raises(TypeError, match="name num_blocks in static_args"):
+  with pytest.raises(TypeError, match="in static_args, num_blocks among them"):
     make(**options).init(jnp.zeros(SIZE))
   static = ("density", "num_workers", "num_blocks", "capacity_factor")
-  with pytest.raises(TypeError, match="name residual_dtype in static_args"):
+  with pytest.raises(TypeError, match="in static_args, residual_dtype among them"):
     optax.inject_hyperparams(exdyna, static_args=static)(**options).init(jnp.zeros(SIZE))
   static += ("residual_dtype",)
   optax.inject_hyperparams(exdyna, static_args=static)(**options).init(jnp.zeros(SIZE))

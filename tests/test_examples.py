@@ -83,8 +83,9 @@ def test_idx_keeps_order_and_shape(tmp_path):
     (struct.pack(">BBBBI", 0, 0, 0x0D, 1, 1) + b"\0\0\0\0", "no IDX file"),  # float32 elements
     (struct.pack(">BBBBI", 0, 0, 8, 3, 1), "inside its header"),
     (struct.pack(">BBBBI", 0, 0, 8, 1, 5) + b"1234", r"\(5,\) bytes but holds 4"),
-    (gzip.compress(bytes(1000))[:-8], "broken gzip"),
+    (gzip.compress(bytes(1000), mtime=0)[:-8], "broken gzip"),
   ],
+  ids=["empty", "html", "float", "header", "short", "gzip"],
 )
 def test_broken_idx_file_is_named(tmp_path, content, message):
   path = tmp_path / "file"
@@ -199,9 +200,8 @@ def make_run(name="dense", *, loss=(2.3, 0.5), accuracy=0.9, **changes):
   """A run as the report takes it."""
   values = np.full(len(loss), 0.5)
   arrays = dict.fromkeys(("density", "threshold", "padding_ratio", "bytes_sent"), values) | changes
-  return report.Run(
-    name=name, accuracy=accuracy, steps_per_second=3.0, loss=np.asarray(loss), **arrays
-  )
+  arrays |= {"loss": np.asarray(loss), "counts": np.ones((len(loss), 2), int), "parameters": 4}
+  return report.Run(name=name, accuracy=accuracy, steps_per_second=3.0, **arrays)
 
 
 @pytest.mark.parametrize(

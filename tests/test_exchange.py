@@ -6,32 +6,65 @@ import jax
 import jax.numpy as jnp
 import pytest
 import workers as w
+from following import DEFAULT, PAPER
 
 from exdyna_jax import exchange, exdyna, get_stats
+from exdyna_jax.density import parse_density
+from exdyna_jax.threshold import LADDER
 
 COLLECTIVE = re.compile(
   r"= \S+ (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\("
 )
 
 
+SIZE, DENSITY = 3501, 0.01
+
+
 def compiled_step(n, check=True, **options):
   params = {"a": jnp.zeros((40, 50)), "b": jnp.zeros(1501)}
-  tx = exdyna(0.01, w.AXIS, num_workers=n, **options)
+  tx = exdyna(DENSITY, w.AXIS, num_workers=n, **options)
   step, specs = w.sharded_step(tx, w.mesh_of(n), params, check=check)
   grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), params)
   return step.lower(jax.eval_shape(tx.init, params), grads).compile()
 
 
+def every_step(text):
+  """The collectives outside of conditional branches and loops, and those inside."""
+  entry = text.index("ENTRY")
+  return sorted(COLLECTIVE.findall(text[entry:])), sorted(COLLECTIVE.findall(text[:entry]))
+
+
+GATHER, REDUCE = "all-gather", "all-reduce"
+
+
 @pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize("nonfinite", ["skip", "propagate"])
-def test_two_collectives_a_step(check, nonfinite):
-  text = compiled_step(8, check, nonfinite=nonfinite).as_text()
-  assert sorted(COLLECTIVE.findall(text)) == ["all-gather", "all-reduce"]
+@pytest.mark.parametrize(
+  "rules, always, sometimes",
+  [
+    (PAPER, [GATHER, REDUCE], []),
+    # One more sum in the branch that searches for an unknown threshold.
+    (DEFAULT, [GATHER, REDUCE], [REDUCE]),
+    # And the sum of the ladder's counts before the selection.
+    (("in_step", "balanced"), [GATHER, REDUCE, REDUCE], [REDUCE]),
+  ],
+)
+def test_collectives_of_a_step(check, rules, always, sometimes):
+  text = compiled_step(8, check, threshold=rules[0], partition=rules[1]).as_text()
+  assert every_step(text) == (always, sometimes)
 
 
-def test_untruncated_exchange_has_two_more_in_its_loop():
-  text = compiled_step(8, capacity_factor=None).as_text()
-  assert sorted(COLLECTIVE.findall(text)) == ["all-gather"] * 2 + ["all-reduce"] * 2
+def test_policies_for_nan_cost_no_collective():
+  text = compiled_step(8, nonfinite="propagate").as_text()
+  assert every_step(text) == ([GATHER, REDUCE], [REDUCE])
+
+
+def test_untruncated_exchange_has_two_more_for_each_size_of_message():
+  plan = exchange.plan(parse_density(DENSITY), None, jnp.int32(0), SIZE, 8)
+  text = compiled_step(8, capacity_factor=None, threshold="paper").as_text()
+  assert every_step(text) == (
+    [GATHER, REDUCE],
+    [GATHER] * len(plan.slots) + [REDUCE] * len(plan.slots),
+  )
 
 
 def test_one_worker_exchanges_nothing():
@@ -43,10 +76,11 @@ def test_one_worker_exchanges_nothing():
 
 
 def test_message_sizes_in_the_compiled_step():
-  n, size, density, factor = 8, 3501, 0.01, 1.25
+  n, factor = 8, 1.25
   text = compiled_step(n, capacity_factor=factor).as_text()
-  capacity = exchange.capacity_of(size, n, int(density * size), factor)
-  assert re.search(rf"= s32\[{n * (capacity + exchange.HEADER)}\]\S* all-gather\(", text)
+  capacity = exchange.capacity_of(int(DENSITY * SIZE), SIZE, n, factor)
+  slots = capacity + exchange.HEADER + len(LADDER)
+  assert re.search(rf"= s32\[{n * slots}\]\S* all-gather\(", text)
   assert re.search(rf"= f32\[{n * capacity}\]\S* all-reduce\(", text)
 
 
@@ -55,7 +89,7 @@ def test_message_sizes_in_the_compiled_step():
   [(1000, 4, 10, 1.25, 4), (1000, 8, 1, 1.25, 1), (3, 2, 3, 4.0, 3), (1000, 4, 10, None, 3)],
 )
 def test_capacity(size, n, k, factor, want):
-  assert exchange.capacity_of(size, n, k, factor) == want
+  assert exchange.capacity_of(k, size, n, factor) == want
 
 
 def test_ring_bytes_by_hand():
@@ -68,15 +102,18 @@ def test_ring_bytes_by_hand():
 @pytest.mark.parametrize("capacity_factor", [1.25, None])
 def test_bytes_follow_what_is_sent(capacity_factor):
   n, size, density = 4, 1000, 0.02
-  tx = exdyna(density, w.AXIS, capacity_factor=capacity_factor, initial_threshold=0.5)
+  options = {"capacity_factor": capacity_factor, "initial_threshold": 0.5, "threshold": "paper"}
+  tx = exdyna(density, w.AXIS, **options)
   workers = w.run_on(tx, n, jnp.zeros(size), "vmap")
   state = workers.init(jnp.zeros(size))
   _, state = workers.step(state, jnp.ones((n, size)))  # everything qualifies
   stats = w.stats_of(workers, state)
-  slots = exchange.capacity_of(size, n, int(density * size), capacity_factor)
-  rounds = 1 if capacity_factor else -(-stats.counts.max() // slots)
-  gathered = (n - 1) * 4 * (exchange.HEADER + rounds * slots)
-  reduced = 2 * (n - 1) / n * 4 * rounds * n * slots
+  slots = exchange.capacity_of(int(density * size), size, n, capacity_factor)
+  sent = slots
+  if capacity_factor is None:  # 250 each, in messages of 5 first and then of 20
+    sent = slots + -(-(stats.counts.max() - slots) // (4 * slots)) * 4 * slots
+  gathered = (n - 1) * 4 * (exchange.HEADER + sent)
+  reduced = 2 * (n - 1) / n * 4 * n * sent
   assert stats.bytes_sent == gathered + reduced
   assert stats.selected == (n * slots if capacity_factor else size)
   assert get_stats(state).overflow[0] == size - stats.selected

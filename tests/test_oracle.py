@@ -209,11 +209,12 @@ def test_select_falls_back_to_one_index_per_step():
 
 
 def test_truncate_strides_evenly():
-  """Rank j of 4 keeps hit floor(j * 10 / 4); what fits is left alone."""
+  """Rank j of 4 keeps hit floor((j * 10 + phase) / 4), phase 0 and then 6; what fits is left."""
   indices = np.arange(100, 110)
-  assert oracle.truncate(indices, 4).tolist() == [100, 102, 105, 107]
-  assert oracle.truncate(indices, 10).tolist() == indices.tolist()
-  assert oracle.truncate(indices, None).tolist() == indices.tolist()
+  assert oracle.truncate(indices, 4, 0).tolist() == [100, 102, 105, 107]
+  assert oracle.truncate(indices, 4, 1).tolist() == [101, 104, 106, 109]
+  assert oracle.truncate(indices, 10, 1).tolist() == indices.tolist()
+  assert oracle.truncate(indices, None, 1).tolist() == indices.tolist()
 
 
 def test_capacity_stays_between_one_and_the_vector():

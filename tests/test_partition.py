@@ -83,3 +83,58 @@ def test_sweep_equals_the_reference(n, seed, spread):
   want = oracle.paper_sweep(boundaries, counts, oracle.Blocks(*cut))
   got = sweep(jnp.array(boundaries, jnp.int32), jnp.array(counts, jnp.int32), cut)
   assert got.tolist() == want and got.dtype == jnp.int32
+
+
+balance = jax.jit(partition.balanced_boundaries, static_argnums=1)
+
+
+@settings(max_examples=200)
+@given(
+  # Few shapes: each one is compiled.
+  num_blocks=st.sampled_from([1, 4, 5, 40]),
+  n=st.sampled_from([1, 3, 4, 8]),
+  kind=st.sampled_from(["random", "zeros", "one", "sparse", "ramp"]),
+  seed=st.integers(0, 2**32 - 1),
+)
+def test_balanced_boundaries_are_equal_shares(num_blocks, n, kind, seed):
+  rng = np.random.default_rng(seed)
+  loads = {
+    "random": rng.random(num_blocks),
+    "zeros": np.zeros(num_blocks),
+    "one": np.eye(1, num_blocks, num_blocks // 2)[0],
+    "sparse": rng.random(num_blocks) * (rng.random(num_blocks) < 0.2),
+    "ramp": np.arange(num_blocks) ** 3.0,
+  }[kind].astype(np.float32)
+  edges = np.asarray(balance(jnp.asarray(loads), n))
+  assert edges.dtype == np.int32 and edges[0] == 0 and edges[-1] == num_blocks
+  if num_blocks < n:
+    assert (np.diff(edges) >= 0).all()
+    return
+  assert (np.diff(edges) >= 1).all()
+  # A boundary that the one-block minimum does not push lies within half a block of its share.
+  sums = np.concatenate([[0], np.cumsum(loads, dtype=np.float64)])
+  wanted = sums[-1] * np.arange(n + 1) / n
+  free = (np.diff(edges)[:-1] > 1) & (np.diff(edges)[1:] > 1)
+  for p in np.flatnonzero(free) + 1:
+    near = np.argmin(np.abs(sums - wanted[p]))
+    assert np.isclose(sums[edges[p]], sums[near], rtol=1e-5, atol=1e-5 * sums[-1])
+
+
+def test_block_counts():
+  cut = geometry.Blocks(size=10, block_size=4, num_blocks=3)
+  counts = partition.block_counts(jnp.array([0, 3, 4, 9, 10, 10]), cut)
+  assert counts.tolist() == [2, 1, 1]
+  with_tail = geometry.Blocks(size=14, block_size=4, num_blocks=3)  # 12 and 13 are the tail
+  assert partition.block_counts(jnp.array([13, 14]), with_tail).tolist() == [0, 0, 1]
+
+
+def test_loads_scale_up_what_the_capacity_cut_off():
+  edges = jnp.array([0, 2, 4])
+  loads = partition.expected_loads(
+    jnp.zeros(4), jnp.array([1.0, 1.0, 2.0, 0.0]), jnp.array([8, 2]), jnp.array([2, 2]), edges
+  )
+  np.testing.assert_allclose(loads, 0.1 * np.array([4, 4, 2, 0]), rtol=1e-6)
+  unchanged = partition.expected_loads(
+    jnp.ones(4), jnp.zeros(4), jnp.zeros(2, int), jnp.zeros(2, int), edges
+  )
+  assert unchanged.tolist() == [1, 1, 1, 1]

@@ -1,11 +1,16 @@
-"""The paper's threshold rule against the NumPy reference, and at the ends of float32."""
+"""Threshold rules: the paper's against the reference, the others against what they promise."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import workers as w
+from following import random_grads
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from exdyna_jax import exdyna, get_stats
 from exdyna_jax import threshold as rules
 
 
@@ -28,3 +33,149 @@ def test_stays_a_positive_normal_number():
   high = rules.paper_scaled(jnp.float32(limits.max), jnp.int32(100), 10)
   assert low == limits.tiny and high == limits.max
   assert rules.as_threshold(0.5).dtype == np.float32
+
+
+@jax.jit
+def search(values, k):
+  def total(levels):
+    return jnp.sum(values[None] >= levels[:, None], axis=1, dtype=jnp.int32)
+
+  return rules.search(total, k)
+
+
+@settings(max_examples=150)
+@given(
+  size=st.sampled_from([1, 50, 4000]),
+  share=st.floats(0.001, 1),
+  fill=st.sampled_from(["normal", "heavy", "equal", "two", "huge", "tiny", "one", "zero"]),
+  seed=st.integers(0, 2**32 - 1),
+)
+def test_search_finds_the_threshold_of_any_distribution(size, share, fill, seed):
+  rng = np.random.default_rng(seed)
+  values = np.abs(rng.standard_normal(size)).astype(np.float32)
+  values = {
+    "normal": values,
+    "heavy": values**5,
+    "equal": np.full(size, 0.3, np.float32),
+    "two": np.where(values > 1, np.float32(7), np.float32(2)),
+    "huge": values * np.float32(1e30),
+    "tiny": values * np.float32(1e-30),
+    "one": np.where(np.arange(size) == size // 2, values, 0),
+    "zero": np.zeros(size, np.float32),
+  }[fill]
+  k = max(1, int(share * size))
+
+  def total(levels):
+    return jnp.sum(values[None] >= levels[:, None], axis=1, dtype=jnp.int32)
+
+  found = np.float32(rules.search(total, k))
+  assert found >= rules.LOWEST and np.isfinite(found)
+  reached = np.sum(values >= found)
+  if np.sum(values >= rules.LOWEST) < k:
+    assert reached == np.sum(values >= rules.LOWEST)
+  else:
+    # At least k, and the last bits of the mantissa later less than k.
+    assert reached >= k > np.sum(values >= found * np.float32(1 + 2.0**-11))
+
+
+def test_interpolation_follows_a_power_law_exactly():
+  counts = jnp.asarray(1e6 * rules.LADDER**-3.0, jnp.int32)
+  for multiple in (0.75, 1.0, 1.3):
+    log, on_ladder = rules.interpolate(counts, int(1e6 * multiple**-3.0))
+    assert on_ladder and abs(np.exp(log) - multiple) < 1e-3
+  for k in (int(1e6 * 0.6**-3.0), int(1e6 * 1.5**-3.0)):
+    assert not rules.interpolate(counts, k)[1]
+
+
+@pytest.mark.parametrize("counts", [[9] * 8, [0] * 8, [50] * 3 + [0] * 5, [5, 5, 5, 5, 1, 1, 0, 0]])
+def test_interpolation_of_steps_and_flats_is_finite(counts):
+  for k in (1, 5, 9, 50):
+    log, _ = rules.interpolate(jnp.array(counts, jnp.int32), k)
+    assert np.log(rules.LADDER[0]) <= log <= np.log(rules.LADDER[-1]) + 1e-6
+
+
+N, WORKERS, DENSITY = 4000, 4, 0.05
+K = int(DENSITY * N)
+
+
+@pytest.fixture(scope="module", params=["secant", "in_step"])
+def workers(request):
+  return w.run_on(exdyna(DENSITY, w.AXIS, threshold=request.param), WORKERS, jnp.zeros(N), "vmap")
+
+
+def run(workers, state, all_grads):
+  """The last state, and in each step the ratio of what qualified to what was wanted.
+
+  Checks thresholds and agreement on the way.
+  """
+  ratios = []
+  for grads in all_grads:
+    updates, state = workers.step(state, jnp.asarray(grads, jnp.float32))
+    _, got = w.agreed(workers, updates, state)
+    for threshold in (got.threshold, got.stats.threshold_used):
+      assert np.isfinite(threshold) and threshold > 0
+    ratios.append(got.stats.counts.sum() / K)
+    assert got.stats.selected <= 1.25 * K + WORKERS
+  return state, np.array(ratios)
+
+
+def normal(rng, scale=1.0):
+  return random_grads(rng, WORKERS, jnp.zeros(N), scale)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-2, 1.0, 1e2, 1e30])
+def test_first_step_is_on_target(workers, scale):
+  rng = np.random.default_rng(0)
+  _, ratios = run(workers, workers.init(jnp.zeros(N)), [normal(rng, scale)])
+  assert abs(ratios[0] - 1) < 0.02
+
+
+def test_two_hundred_steps_agree_and_stay_on_target(workers):
+  rng = np.random.default_rng(0)
+  _, ratios = run(workers, workers.init(jnp.zeros(N)), [normal(rng) for _ in range(200)])
+  assert abs(ratios[20:].mean() - 1) < 0.03 and np.abs(ratios[20:] - 1).mean() < 0.1
+
+
+DEGENERATE = {
+  "zero": lambda rng: np.zeros((WORKERS, N)),
+  "constant": lambda rng: np.full((WORKERS, N), 0.3),
+  "one_hot": lambda rng: np.eye(1, N, 17).repeat(WORKERS, axis=0),
+  "huge": lambda rng: np.asarray(normal(rng, 1e30)),
+  "tiny": lambda rng: np.asarray(normal(rng, 1e-30)),
+}
+
+
+@pytest.mark.parametrize("kind", DEGENERATE)
+@pytest.mark.parametrize("before", [0, 5])
+def test_recovers_from_degenerate_gradients(workers, kind, before):
+  """Whatever came, within ten normal steps the density is back."""
+  rng = np.random.default_rng(1)
+  state, _ = run(workers, workers.init(jnp.zeros(N)), [normal(rng) for _ in range(before)])
+  state, ratios = run(workers, state, [DEGENERATE[kind](rng) for _ in range(5)])
+  assert kind != "zero" or before or not ratios.any()  # nothing to send: nothing is sent
+  # Residuals of huge gradients outlast any normal ones: follow at their own scale.
+  scale = 1e30 if kind == "huge" else 1.0
+  _, ratios = run(workers, state, [normal(rng, scale) for _ in range(10)])
+  assert abs(ratios[-1] - 1) < 0.25  # 200 are wanted, so that 0.07 is one standard deviation
+
+
+def test_zero_gradients_change_no_state(workers):
+  """Nothing is sent, and load, threshold and boundaries stay what they were."""
+  rng = np.random.default_rng(2)
+  state, _ = run(workers, workers.init(jnp.zeros(N)), [normal(rng)])
+  cleared = state._replace(residual=jnp.zeros_like(state.residual))
+  after, _ = run(workers, cleared, [np.zeros((WORKERS, N))])
+  assert get_stats(after).selected[0] == 0 and not np.any(after.residual)
+  np.testing.assert_array_equal(after.boundaries, state.boundaries)
+  np.testing.assert_array_equal(after.memory.loads, state.memory.loads)
+
+
+def test_given_first_threshold_is_used():
+  for threshold in rules.RULES:
+    tx = exdyna(DENSITY, w.AXIS, threshold=threshold, initial_threshold=2.0)
+    one = w.run_on(tx, WORKERS, jnp.zeros(N), "vmap")
+    state = one.init(jnp.zeros(N))
+    assert np.all(state.threshold == 2)
+    if threshold != "in_step":  # which corrects it in the same step
+      _, state = one.step(state, normal(np.random.default_rng(0)))
+      assert np.all(get_stats(state).threshold_used == 2)

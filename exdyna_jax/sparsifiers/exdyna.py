@@ -20,7 +20,7 @@ from ..partition import (
   paper_boundaries,
 )
 from ..state import State
-from ..threshold import LOWEST, RULES, Memory, as_threshold, fresh_memory, levels_around
+from ..threshold import RULES, Memory, as_threshold, fresh_memory, levels_around
 from ..transform import Algorithm, Outcome, Selection, sparsifier
 from ..varying import AxisName, psum
 
@@ -117,10 +117,13 @@ def exdyna(
     Yoon and Oh, `Preserving Near-Optimal Gradient Sparsification Cost for Scalable Distributed
     Deep Learning <https://arxiv.org/abs/2402.13781>`_, CCGrid 2024.
   """
-  checks.check_choice("threshold", threshold, tuple(RULES))
+  hint = " A number goes into initial_threshold."
+  checks.check_choice("threshold", threshold, tuple(RULES), hint)
   checks.check_choice("partition", partition, _PARTITIONS)
-  checks.check_positive("initial_threshold", initial_threshold, "chosen by the threshold rule")
-  checks.check_count("num_blocks", num_blocks)
+  given = checks.check_positive(
+    "initial_threshold", initial_threshold, "chosen by the threshold rule"
+  )
+  num_blocks = checks.check_count("num_blocks", num_blocks)
   wanted = parse_density(density)
   rule = RULES[threshold]
   balanced = partition == "balanced"
@@ -132,11 +135,11 @@ def exdyna(
 
   def init(size: int, n: int) -> tuple[jax.Array, jax.Array, _Memory]:
     blocks = cut(size, n)
-    first = initial_threshold or rule.first(target_at(wanted, jnp.int32(0), size))
+    first = given or rule.first(target_at(wanted, jnp.int32(0), size))
     # At density 1 everything qualifies, for ever.
     first = as_threshold(0.0 if wanted.is_one else first)
     loads = jnp.full((blocks.num_blocks if balanced else 0,), 1 / max(blocks.num_blocks, 1))
-    memory = _Memory(fresh_memory(lost=initial_threshold is None), loads.astype(jnp.float32))
+    memory = _Memory(fresh_memory(lost=given is None), loads.astype(jnp.float32))
     return first, equal_boundaries(blocks.num_blocks, n), memory
 
   def select(acc: jax.Array, state: State, rank: jax.Array) -> Selection:
@@ -176,6 +179,11 @@ def exdyna(
     counts, sent = (by_partition(x, state.step) for x in (outcome.counts, outcome.sent))
     if not balanced:
       return follow, paper_boundaries(state.boundaries, counts, cut(size, n)), memory
+    if memory.loads.shape != outcome.seen.shape:
+      raise ValueError(
+        f"the state was made for {memory.loads.shape[0]} blocks, but num_blocks={num_blocks} makes"
+        f" {outcome.seen.shape[0]}. Keep num_blocks, or make the state anew with init."
+      )
     loads = expected_loads(memory.loads, outcome.seen, counts, sent, state.boundaries)
     return follow, balanced_boundaries(loads, n), memory._replace(loads=loads)
 

@@ -1,0 +1,92 @@
+"""Densities and their schedules."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import workers as w
+from following import DEFAULT, RULES, TREES, compiled, follow, random_grads
+
+from exdyna_jax import exdyna, get_stats
+from exdyna_jax.density import parse_density, target_at
+
+
+def warm_up(step):
+  """From 0.25 down to 0.01 in 12 steps, as Deep Gradient Compression does over its epochs."""
+  return optax.exponential_decay(0.25, 12, 0.04, end_value=0.01)(step)
+
+
+def test_numbers_and_schedules():
+  assert target_at(parse_density(0.01), jnp.int32(5), 65536) == 655
+  assert target_at(parse_density(1e-9), jnp.int32(5), 65536) == 1
+  assert parse_density(np.float32(0.5)).lowest == 0.5 and parse_density(1).is_one
+  scheduled = parse_density(warm_up)
+  assert (scheduled.lowest, scheduled.highest) == pytest.approx((0.01, 0.25))
+  for step in (0, 5, 100):
+    want = int(np.float32(warm_up(step)) * np.float32(1000))
+    assert target_at(scheduled, jnp.int32(step), 1000) == want
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, 1.5, float("nan")])
+def test_schedules_out_of_range(bad):
+  with pytest.raises(ValueError, match=r"density must be in \(0, 1\], got .* at step 16"):
+    exdyna(lambda step: jnp.where(step < 10, 0.1, bad), w.AXIS)
+
+
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("capacity_factor", [1.25, None])
+def test_invariants_under_a_schedule(rules, capacity_factor):
+  n, params = 4, TREES["larger"]
+  workers = compiled("larger", n, "vmap", warm_up, capacity_factor, rules)
+  rng = np.random.default_rng(0)
+  grads = [random_grads(rng, n, params, 1.0) for _ in range(16)]
+  follow(
+    workers, params, grads, density=lambda t: float(np.float32(warm_up(int(t)))),
+    capacity_factor=capacity_factor, rules=rules,
+  )  # fmt: skip
+
+
+def test_threshold_and_bytes_follow_the_schedule():
+  """On target in every step of the warm-up, and the traffic falls with the density."""
+  n, size = 4, 20_000
+  workers = w.run_on(exdyna(warm_up, w.AXIS), n, jnp.zeros(size), "vmap")
+  state = workers.init(jnp.zeros(size))
+  rng = np.random.default_rng(0)
+  sent_bytes, errors = [], []
+  for step in range(20):
+    _, state = workers.step(state, random_grads(rng, n, jnp.zeros(size), 1.0))
+    stats = w.stats_of(workers, state)
+    errors.append(abs(stats.counts.sum() / (float(warm_up(step)) * size) - 1))
+    assert stats.density <= 1.26 * float(warm_up(step))
+    sent_bytes.append(float(stats.bytes_sent))
+  # The first residuals change the distribution faster than any later ones.
+  assert errors[0] < 0.02 and max(errors[:5]) < 0.5 and np.mean(errors[5:]) < 0.1
+  # What was asked for, with its capacity, in messages of which at most a part stays empty.
+  for step in (0, 6, 12, 19):
+    slots = 1.25 * float(warm_up(step)) * size / n
+    least = (n - 1) * 4 * slots + 2 * (n - 1) * 4 * slots
+    assert 0.7 * least < sent_bytes[step] < 1.6 * least + 200
+
+
+def test_schedule_under_shard_map_and_scan():
+  """The rung of a message comes from agreed state, so that all devices take the same branch."""
+  n, params = 8, TREES["larger"]
+  workers = compiled("larger", n, "shard_map", warm_up, 1.25, DEFAULT)
+  emulated = compiled("larger", n, "vmap", warm_up, 1.25, DEFAULT)
+  state, other = workers.init(params), emulated.init(params)
+  rng = np.random.default_rng(0)
+  for _ in range(14):
+    grads = random_grads(rng, n, params, 1.0)
+    updates, state = workers.step(state, grads)
+    other_updates, other = emulated.step(other, grads)
+    w.agreed(workers, updates, state)
+  np.testing.assert_array_equal(w.residuals(workers, state), w.residuals(emulated, other))
+  assert get_stats(state).selected == get_stats(other).selected[0]
+
+
+def test_factory_inside_jit():
+  def make_and_init(params):
+    return exdyna(warm_up, w.AXIS, num_workers=2).init(params)
+
+  assert jax.jit(make_and_init)(jnp.zeros(100)).threshold > 0
