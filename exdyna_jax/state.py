@@ -23,7 +23,7 @@ class Stats(NamedTuple):
     overflow: int32 ``[]``, entries that qualified but exceeded the capacity, and wait.
     skipped: int32 ``[]``, steps skipped so far because of NaN or Inf.
     bytes_sent: float32 ``[]``, by each worker in this step, by ring collectives. Messages have
-      fixed sizes: empty slots count.
+      fixed sizes: empty slots count. The sums of a search for the threshold, which is rare, do not.
   """
 
   density: jax.Array

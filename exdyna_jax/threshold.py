@@ -159,6 +159,8 @@ class Rule(NamedTuple):
   adapt: Callable[..., tuple[jax.Array, Memory]]
   # whether `adapt` needs the counts around the threshold used
   wants_ladder: bool
+  # how many counts `use` sums over the workers in every step; a search sums more, but is rare
+  sums: int
 
 
 def _unknown(k):
@@ -204,7 +206,7 @@ def _in_step_adapt(used, memory, selected, ladder, k, next_k):
 
 
 RULES = {
-  "paper": Rule(paper_initial, _paper_use, _paper_adapt, wants_ladder=False),
-  "secant": Rule(_unknown, _secant_use, _secant_adapt, wants_ladder=True),
-  "in_step": Rule(_unknown, _in_step_use, _in_step_adapt, wants_ladder=False),
+  "paper": Rule(paper_initial, _paper_use, _paper_adapt, wants_ladder=False, sums=0),
+  "secant": Rule(_unknown, _secant_use, _secant_adapt, wants_ladder=True, sums=0),
+  "in_step": Rule(_unknown, _in_step_use, _in_step_adapt, wants_ladder=False, sums=len(LADDER)),
 }

@@ -34,6 +34,7 @@ class Selection(NamedTuple):
   take: Callable[[jax.Array], jax.Array]  # ranks int32 [m] -> indices; N from rank `found` on
   threshold: jax.Array  # the threshold used, agreed
   signal: jax.Array  # int32 [m], the algorithm's own numbers, summed over the workers
+  sums: int  # how many numbers were summed over the workers in order to select
 
 
 class Outcome(NamedTuple):
@@ -150,7 +151,9 @@ def sparsifier(
       outcome,
       size=size,
       skipped=state.stats.skipped + ~agreed.finite,
-      bytes_sent=exchange.message_bytes(n, plan.slots[0], wide.itemsize, header) + more_bytes,
+      bytes_sent=exchange.message_bytes(n, plan.slots[0], wide.itemsize, header)
+      + exchange.all_reduce_bytes(n, picked.sums)
+      + more_bytes,
     )
     return flat.unflatten(update, updates, saturate=skip), new._replace(stats=stats)
 

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 import workers as w
-from following import DEFAULT, RULES, TREES, compiled, follow, random_grads
+from following import DEFAULT, PAPER, RULES, TREES, compiled, follow, random_grads
 
 from exdyna_jax import exdyna, get_stats
 from exdyna_jax.density import parse_density, target_at
@@ -83,6 +83,26 @@ def test_schedule_under_shard_map_and_scan():
     w.agreed(workers, updates, state)
   np.testing.assert_array_equal(w.residuals(workers, state), w.residuals(emulated, other))
   assert get_stats(state).selected == get_stats(other).selected[0]
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_schedule_that_starts_with_everything(rules):
+  """Dense at first: nothing stays behind, and the threshold is there when it is needed."""
+
+  def schedule(step):
+    return jnp.where(step < 2, 1.0, 0.05)
+
+  n, params = 4, TREES["larger"]
+  workers = compiled("larger", n, "vmap", schedule, None, rules)
+  state = workers.init(params)
+  rng = np.random.default_rng(0)
+  for step in range(4):
+    _, state = workers.step(state, random_grads(rng, n, params, 1.0))
+    stats = w.stats_of(workers, state)
+    assert (stats.density == 1) == (step < 2)
+    assert bool(np.any(state.residual)) == (step >= 2)
+    if rules != PAPER and step == 2:
+      assert abs(stats.density / 0.05 - 1) < 0.05
 
 
 def test_factory_inside_jit():

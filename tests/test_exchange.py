@@ -4,13 +4,14 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import workers as w
 from following import DEFAULT, PAPER
 
 from exdyna_jax import exchange, exdyna, get_stats
 from exdyna_jax.density import parse_density
-from exdyna_jax.threshold import LADDER
+from exdyna_jax.threshold import LADDER, RULES
 
 COLLECTIVE = re.compile(
   r"= \S+ (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\("
@@ -51,6 +52,24 @@ GATHER, REDUCE = "all-gather", "all-reduce"
 def test_collectives_of_a_step(check, rules, always, sometimes):
   text = compiled_step(8, check, threshold=rules[0], partition=rules[1]).as_text()
   assert every_step(text) == (always, sometimes)
+
+
+def test_bytes_of_a_step_are_those_of_its_collectives():
+  """The ring cost of every collective of the compiled step, against what the statistics say."""
+  n, params = 4, jnp.zeros(1000)
+  for threshold in RULES:
+    tx = exdyna(0.05, w.AXIS, num_workers=n, threshold=threshold)
+    step, specs = w.sharded_step(tx, w.mesh_of(n), params)
+    state = jax.jit(tx.init, out_shardings=w.shardings(w.mesh_of(n), specs))(params)
+    grads = jnp.asarray(np.random.default_rng(0).standard_normal((n, 1000)), jnp.float32)
+    text = step.lower(state, grads).compile().as_text()
+    items = re.findall(
+      r"= [sf]32\[(\d+)\]\S* (all-gather|all-reduce)\(", text[text.index("ENTRY") :]
+    )
+    cost = {"all-gather": (n - 1) / n * 4, "all-reduce": 2 * (n - 1) / n * 4}
+    _, state = step(state, grads)
+    total = sum(int(count) * cost[kind] for count, kind in items)
+    assert float(get_stats(state).bytes_sent) == total
 
 
 def test_policies_for_nan_cost_no_collective():

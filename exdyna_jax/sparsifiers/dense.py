@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from .. import checks, exchange, flat
@@ -73,8 +72,9 @@ def dense(
     def mean(leaf):
       return psum(leaf, axis_name) / n if flat.is_float(leaf) else flat.zeros(leaf)
 
+    updates = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, float) else x, updates)
     sent = [x for x in jax.tree.leaves(updates) if flat.is_float(x)]
-    traffic = sum(exchange.all_reduce_bytes(n, np.size(x), x.dtype.itemsize) for x in sent)
+    traffic = sum(exchange.all_reduce_bytes(n, x.size, x.dtype.itemsize) for x in sent)
     # Nobody selects: all take part in everything, in equal shares.
     share, rest = divmod(size, n)
     stats = empty_stats(n)._replace(

@@ -61,28 +61,38 @@ def exdyna(
   ``jax.vmap`` with an axis name work too), with gradients of `local_params`.
 
   .. warning::
-    Nothing that keeps per-coordinate averages (adam) or normalises by the global gradient belongs
-    in front of it; behind it, all of optax is at home. First-moment momentum behind a sparse
-    update costs accuracy; see the README for settings that do not.
+    Behind it, the optimizers of optax are at home. In front of it, nothing that has a state (adam,
+    whose moments would differ between workers) or a norm of the global gradient; and neither
+    ``optax.masked`` (what it leaves out is never summed) nor ``optax.MultiSteps`` (which would send
+    every micro-step) around it. First-moment momentum behind a sparse update costs accuracy; see
+    the README for settings that do not.
 
   Args:
     density: share of the N elements to send per step, in (0, 1]; ``k = max(1, int(density * N))``.
-      With 1, everything is sent: the dense mean.
+      With 1, everything is sent: the dense mean, at the cost of indices. Or an optax schedule, a
+      function of the number of steps taken; threshold and traffic follow it.
     axis_name: mesh axis over which the batch is split, or a tuple of axes.
     num_workers: their number n. Needed only where ``init`` runs outside of the mapped function and
       without ``jax.set_mesh``.
-    threshold: how the threshold follows the density. ``"paper"``: the original's fixed factors,
-      from ``1 / (2 sqrt(k))``; a worker that finds nothing sends one index.
-    partition: how partitions follow the load. ``"paper"``: one block at a time between neighbours.
-    initial_threshold: the first threshold, positive; None lets the ``threshold`` rule choose.
+    threshold: how the threshold follows the density. ``"secant"``: from the counts at a few levels
+      around it to the next one; they travel with the indices. ``"in_step"``: from the same counts
+      to this step's own threshold; closer, for one small all-reduce more. Both search for the exact
+      threshold where they do not know it: in the first step, and where the gradients jump.
+      ``"paper"``: the original's fixed factors, from ``1 / (2 sqrt(k))``; a worker that finds
+      nothing sends one index.
+    partition: how partitions follow the load. ``"balanced"``: equal shares of a moving average of
+      the picks per block. ``"paper"``: the original's, one block at a time between neighbours.
+    initial_threshold: the first threshold, positive; None lets the ``threshold`` rule find it.
     num_blocks: about how many blocks to cut the vector into; partitions are runs of blocks. 1024 is
       the original's number.
     capacity_factor: each worker sends at most ``ceil(capacity_factor * k / n)`` indices; an even
-      stride of its picks where there are more. None: all picks are sent, in as many messages of
-      ``ceil(k / n)`` per worker as the largest count needs.
-    residual_dtype: dtype of the residual. In bfloat16, small gradients get lost.
-    nonfinite: ``"skip"``: when any worker holds a NaN or Inf, all workers return a zero update,
-      keep their state and count ``stats.skipped``. ``"propagate"``: no check.
+      stride of its picks, another one in each step, where there are more. None: all picks are sent,
+      in as many further messages as the largest count needs.
+    residual_dtype: dtype of the residual and of all sums, at least 16 bits. In bfloat16, small
+      gradients get lost; wider gradients are rounded to it.
+    nonfinite: ``"skip"``: when any worker's gradients hold a NaN or Inf, all workers return a zero
+      update, keep their state and count ``stats.skipped``; sums too large for their dtype stay at
+      its largest number. ``"propagate"``: no check.
 
   Returns:
     An ``optax.GradientTransformationExtraArgs``. Its updates have the gradients' dtypes and are
@@ -158,7 +168,11 @@ def exdyna(
       ladder = count(levels_around(used)) if rule.wants_ladder else ladder
     hits = selection.find(acc, start, end, used)
     picked = Selection(
-      selection.count(hits), lambda ranks: selection.take(hits, ranks, size), used, ladder
+      found=selection.count(hits),
+      take=lambda ranks: selection.take(hits, ranks, size),
+      threshold=used,
+      signal=ladder,
+      sums=0 if wanted.is_one else rule.sums,
     )
     # The original never sends nothing, and the mode that replays it does the same.
     return _at_least_one(picked, start, end, state.step, size) if threshold == "paper" else picked
@@ -172,8 +186,10 @@ def exdyna(
     if not wanted.is_one:
       k, next_k = (target_at(wanted, state.step + ahead, size) for ahead in (0, 1))
       selected = jnp.sum(outcome.counts, dtype=jnp.int32)
+      # Where a schedule asks for everything, the threshold is only put aside.
+      used = jnp.where(k < size, outcome.threshold, state.threshold)
       follow, rule_memory = rule.adapt(
-        outcome.threshold, memory.threshold_rule, selected, outcome.signal, k, next_k
+        used, memory.threshold_rule, selected, outcome.signal, k, next_k
       )
       memory = memory._replace(threshold_rule=rule_memory)
     counts, sent = (by_partition(x, state.step) for x in (outcome.counts, outcome.sent))
