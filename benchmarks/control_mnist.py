@@ -78,8 +78,8 @@ def main():
     rows.append(row)
     cells = [f"{key} {row[key]:.4f} (+-{row[f'{key} spread']:.4f})" for key in runs[0]]
     print(f"{density:<6} {rules:17}", "  ".join(cells), flush=True)
-  if args.json:
-    args.json.write_text(json.dumps(rows, indent=1))
+    if args.json:  # in between too: the run is long
+      args.json.write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":
