@@ -1,0 +1,31 @@
+"""The benchmarks run and write what they say, in their smallest form."""
+
+import json
+
+import control
+import inputs
+import numpy as np
+
+
+def test_control_measures_and_draws(tmp_path, monkeypatch, capsys):
+  monkeypatch.setattr(control, "RULES", (("secant", "balanced"),))
+  small = {"size": 4096, "n": 2, "steps": 40, "jump": 1.0}
+  monkeypatch.setattr(control, "CASES", {"small": small})
+  table, picture = tmp_path / "rows.json", tmp_path / "picture.png"
+  monkeypatch.setattr("sys.argv", ["control.py", "--json", str(table), "--out", str(picture)])
+  control.main()
+  (row,) = json.loads(table.read_text())
+  assert row["case"] == "small" and row["first"] == 0 and row["error"] < 0.5
+  assert "small" in capsys.readouterr().out
+  assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_first_in_band():
+  assert control.first_in_band(np.array([3.0, 1.2, 1.05])) == 2
+  assert control.first_in_band(np.array([3.0])) is None
+
+
+def test_inputs_repeat():
+  first = inputs.grad(4096, 3, 1)
+  np.testing.assert_array_equal(first, inputs.grad(4096, 3, 1))
+  assert first.dtype == np.float32 and np.any(first != inputs.grad(4096, 3, 0))
