@@ -1,4 +1,12 @@
-"""Sparse data-parallel gradients for optax: ExDyna and its relatives."""
+"""Sparse data-parallel gradients for optax: ExDyna and its relatives.
+
+- `exdyna`: the sparse mean of the workers' gradients, as an optax transformation
+- `dense`: the dense mean, with the same state and statistics
+- `local_params`: the cast that keeps gradients on their worker
+- `state_specs`: how the state lies on a mesh
+- `get_stats`: what the last step did; `Stats` says what its fields mean
+- `State`: the state of both
+"""
 
 from importlib.metadata import version as _version
 

@@ -22,8 +22,8 @@ class Density(NamedTuple):
 
   @property
   def is_one(self) -> bool:
-    """True if everything is sent in every step."""
-    return self.lowest == 1
+    """True if everything is sent in every step, for certain."""
+    return self.at is None and self.lowest == 1
 
 
 def parse_density(density: Any) -> Density:
@@ -39,10 +39,12 @@ def parse_density(density: Any) -> Density:
 
 
 def _check_range(density: Any, where: str) -> float:
+  if jnp.ndim(density):
+    raise TypeError(f"density must be a scalar, got shape {jnp.shape(density)}{where}.")
   value = float(density)
   if not 0 < value <= 1:
     raise ValueError(
-      f"density must be in (0, 1], got {density!r}{where}. 0.001 sends 0.1% of the gradient."
+      f"density must be in (0, 1], got {value:g}{where}. 0.001 sends 0.1% of the gradient."
     )
   return value
 

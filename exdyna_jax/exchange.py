@@ -63,9 +63,10 @@ def plan(
     return Plan(size, _ladder(low, size))
   if density.at is None:
     return Plan(low, (low,))
-  k = jnp.asarray(target_at(density, step, size), jnp.float32)
-  allowed = jnp.ceil(k * (factor / num_workers)).astype(jnp.int32)
-  return Plan(jnp.clip(allowed, 1, size), _ladder(low, high))
+  k = target_at(density, step, size)
+  allowed = jnp.ceil(jnp.asarray(k, jnp.float32) * (factor / num_workers)).astype(jnp.int32)
+  allowed = jnp.where(k < size, jnp.clip(allowed, 1, size), size)
+  return Plan(allowed, _ladder(low, high))
 
 
 def _ladder(first: int, most: int) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ ROW = 32  # words per row; prefix sums are kept within rows and over rows
 ROW_SIZE = BITS * ROW  # elements per row
 CHUNK = 64 * ROW_SIZE  # elements per step of the loop: 256 kB of float32, within any L2 cache
 
+OUTSIDE = -1.0  # no magnitude
 GOLDEN = np.uint32(2654435769)  # 2**32 over the golden ratio
 _BIT = np.uint32(1) << np.arange(BITS, dtype=np.uint32)
 
@@ -85,7 +86,8 @@ def count_reaching(
 
 def _pack(magnitude: jax.Array, threshold: jax.Array) -> jax.Array:
   """One bit an element, set unless the element is below the threshold: uint32 ``[..., words]``."""
-  hit = ~(magnitude.reshape(-1, BITS) < threshold)
+  magnitude = magnitude.reshape(-1, BITS)
+  hit = ~(magnitude < threshold) & (magnitude != OUTSIDE)
   return jnp.sum(jnp.where(hit, _BIT, np.uint32(0)), axis=-1, dtype=jnp.uint32)
 
 
@@ -96,7 +98,7 @@ def _chunk_size(acc: jax.Array) -> int:
 def _over_chunks(acc, start, end, step, carry):
   """Folds ``step(carry, j, magnitude)`` over the chunks of ``acc[start:end]``.
 
-  ``magnitude`` is float32 ``[chunk]``, and -1, below any threshold, outside of the range.
+  ``magnitude`` is float32 ``[chunk]``, and ``OUTSIDE`` where the chunk exceeds the range.
   """
   chunk = _chunk_size(acc)
   if acc.shape[0] < chunk:
@@ -114,7 +116,7 @@ def _over_chunks(acc, start, end, step, carry):
     position = low + offset
     inside = (position >= wanted) & (position < end)
     value = jnp.abs(lax.dynamic_slice(acc, (low,), (chunk,)).astype(jnp.float32))
-    return j + 1, step(carry, j, jnp.where(inside, value, -1.0))
+    return j + 1, step(carry, j, jnp.where(inside, value, OUTSIDE))
 
   return lax.while_loop(lambda state: state[0] < trips, body, (jnp.int32(0), carry))[1]
 

@@ -14,8 +14,8 @@ class Stats(NamedTuple):
   """What the last step did; all arrays are the same on all workers.
 
   Attributes:
-    density: float32 ``[]``, entries sent / N. A little below the target where a worker found more
-      than its capacity.
+    density: float32 ``[]``, entries sent / N. Single steps scatter around the target, up to the
+      capacity; where a worker found more than that, it is lower than ``sum(counts) / N``.
     selected: int32 ``[]``, entries sent by all workers.
     counts: int32 ``[n]``, entries that qualified on each worker, sent or not.
     threshold_used: widest float ``[]``, the threshold of this step.
@@ -23,7 +23,8 @@ class Stats(NamedTuple):
     overflow: int32 ``[]``, entries that qualified but exceeded the capacity, and wait.
     skipped: int32 ``[]``, steps skipped so far because of NaN or Inf.
     bytes_sent: float32 ``[]``, by each worker in this step, by ring collectives. Messages have
-      fixed sizes: empty slots count. The sums of a search for the threshold, which is rare, do not.
+      fixed sizes (a few sizes, under a schedule): empty slots count. The sums of a search for the
+      threshold, which is rare, do not.
   """
 
   density: jax.Array

@@ -43,6 +43,9 @@ TREND_GAIN = 0.1
 NOISE = 0.5  # variance of the log of the ideal threshold, times k
 MAX_TREND = 0.1  # per step, as a log
 
+# Below this share of k, the distribution is not what interpolation takes it for.
+TOO_FEW = 2 / 3
+
 # The search halves the float32 bit patterns, which are in the numbers' order, 5 bits a round; after
 # 4 rounds the exponent and 12 bits of the mantissa are known: a threshold within 0.03%.
 SEARCH_BITS = 5
@@ -54,7 +57,7 @@ class Memory(NamedTuple):
   """What a threshold rule remembers beside the threshold."""
 
   trend: jax.Array  # float32 [], expected change of log(threshold) per step
-  lost: jax.Array  # bool [], the threshold is unknown: the next step searches for it
+  lost: jax.Array  # bool [], the next step must search for its threshold
 
 
 def as_threshold(value: float | jax.Array) -> jax.Array:
@@ -115,7 +118,8 @@ def search(total: Count, k: int | jax.Array) -> jax.Array:
     reached = total(jax.lax.bitcast_convert_type(levels, jnp.float32)) >= k
     return bits + (jnp.sum(reached, dtype=jnp.int32) << shift)
 
-  bits = jax.lax.fori_loop(0, SEARCH_ROUNDS, narrow, jnp.int32(0))
+  # What is left of the last bits must not make a NaN of the largest number.
+  bits = jnp.minimum(jax.lax.fori_loop(0, SEARCH_ROUNDS, narrow, jnp.int32(0)), largest)
   return as_threshold(jnp.maximum(jax.lax.bitcast_convert_type(bits, jnp.float32), LOWEST))
 
 
@@ -167,6 +171,11 @@ def _unknown(k):
   return LOWEST
 
 
+def _takes_all(threshold, ladder, k):
+  """True where less than k elements are not zero, and the lowest threshold has them all."""
+  return (threshold <= LOWEST) & (ladder[0] > 0) & (ladder[0] < k)
+
+
 def _paper_use(threshold, memory, total, k):
   return threshold
 
@@ -185,24 +194,30 @@ def _secant_adapt(used, memory, selected, ladder, k, next_k):
   noise = NOISE / jnp.asarray(k, jnp.float32)
   gain = jnp.maximum(LEVEL_GAIN, here**2 / (here**2 + noise))
   trend = jnp.clip(memory.trend + TREND_GAIN * here, -MAX_TREND, MAX_TREND)
-  # Above all elements there is nothing to be careful about.
-  gain, trend = jnp.where(selected > 0, jnp.stack([gain, trend]), jnp.array([1.0, 0.0], gain.dtype))
   # What the schedule changes is known and taken whole; what the gradients changed, in part.
   move = (there - here) + gain * here + trend
   follow = jnp.clip(used * jnp.exp(move).astype(used.dtype), LOWEST, HIGHEST)
-  # Off the ladder nothing can be said: search, rather than extrapolate.
-  follow = jnp.where(on_ladder, follow, jnp.maximum(used, LOWEST))
-  return follow, Memory(jnp.where(on_ladder, trend, 0.0), ~on_ladder)
+  # Off the ladder nothing can be said: search, rather than extrapolate. Nor where far too little
+  # qualified: there may be many equal elements just below, which only a search takes.
+  lost = ~on_ladder | (selected < TOO_FEW * k)
+  lost = lost & ~_takes_all(used, ladder, next_k)
+  follow = jnp.where(lost | ~on_ladder, jnp.maximum(used, LOWEST), follow)
+  return follow, Memory(jnp.where(lost, 0.0, trend), lost)
 
 
 def _in_step_use(threshold, memory, total, k):
-  log, on_ladder = interpolate(total(levels_around(threshold)), k)
+  counts = total(levels_around(threshold))
+  log, on_ladder = interpolate(counts, k)
   near = jnp.clip(threshold * jnp.exp(log).astype(threshold.dtype), LOWEST, HIGHEST)
-  return jax.lax.cond(on_ladder, lambda: near, lambda: search(total, k))
+  all_of_them = _takes_all(threshold, counts, k)
+  near = jnp.where(all_of_them, threshold, near)
+  known = (on_ladder & ~memory.lost) | all_of_them
+  return jax.lax.cond(known, lambda: near, lambda: search(total, k))
 
 
 def _in_step_adapt(used, memory, selected, ladder, k, next_k):
-  return jnp.maximum(used, LOWEST), memory
+  too_few = (selected < TOO_FEW * k) & (used > LOWEST)
+  return jnp.maximum(used, LOWEST), memory._replace(lost=too_few)
 
 
 RULES = {

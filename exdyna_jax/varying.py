@@ -146,11 +146,11 @@ def check_local(grads: Any, axis_name: AxisName) -> None:
     if missing:
       raise ValueError(
         f"gradient{jax.tree_util.keystr(path)} is the same on all workers of mesh axis"
-        f" {sorted(missing)}, so that nothing is left to compress: jax.grad with respect to"
-        " replicated parameters has already summed it. Differentiate with respect to"
-        f" exdyna_jax.local_params(params, {axis_name!r}) instead. If you do, something in between"
-        " has made it so: a pmean, another sparsifier, or optax.MultiSteps around this one"
-        " (accumulate the local gradients in the step instead)."
+        f" {sorted(missing)}, so that nothing is left to compress. Either jax.grad with respect to"
+        " replicated parameters has already summed it: differentiate with respect to"
+        f" exdyna_jax.local_params(params, {axis_name!r}). Or something in between has: a pmean,"
+        " another sparsifier, or optax.MultiSteps around this one (accumulate local gradients in"
+        " the step instead)."
       )
 
 

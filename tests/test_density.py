@@ -28,6 +28,13 @@ def test_numbers_and_schedules():
     assert target_at(scheduled, jnp.int32(step), 1000) == want
 
 
+def test_schedules_that_are_none():
+  with pytest.raises(TypeError, match=r"must be a scalar, got shape \(2,\) at step 0"):
+    exdyna(lambda step: jnp.full(2, 0.1), w.AXIS)
+  # Not everything in every step, although it is at the steps that are looked at beforehand.
+  assert not parse_density(lambda t: jnp.where(t % 7 == 6, 0.02, 1.0)).is_one
+
+
 @pytest.mark.parametrize("bad", [0.0, -1.0, 1.5, float("nan")])
 def test_schedules_out_of_range(bad):
   with pytest.raises(ValueError, match=r"density must be in \(0, 1\], got .* at step 16"):
@@ -93,16 +100,16 @@ def test_schedule_that_starts_with_everything(rules):
     return jnp.where(step < 2, 1.0, 0.05)
 
   n, params = 4, TREES["larger"]
-  workers = compiled("larger", n, "vmap", schedule, None, rules)
+  workers = compiled("larger", n, "vmap", schedule, 1.25, rules)
   state = workers.init(params)
   rng = np.random.default_rng(0)
   for step in range(4):
     _, state = workers.step(state, random_grads(rng, n, params, 1.0))
     stats = w.stats_of(workers, state)
-    assert (stats.density == 1) == (step < 2)
+    assert (stats.density == 1) == (step < 2) and np.isfinite(stats.threshold_used)
     assert bool(np.any(state.residual)) == (step >= 2)
     if rules != PAPER and step == 2:
-      assert abs(stats.density / 0.05 - 1) < 0.05
+      assert abs(stats.counts.sum() / (0.05 * 3501) - 1) < 0.05
 
 
 def test_factory_inside_jit():

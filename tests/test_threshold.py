@@ -47,7 +47,9 @@ def search(values, k):
 @given(
   size=st.sampled_from([1, 50, 4000]),
   share=st.floats(0.001, 1),
-  fill=st.sampled_from(["normal", "heavy", "equal", "two", "huge", "tiny", "one", "zero"]),
+  fill=st.sampled_from(
+    ["normal", "heavy", "equal", "two", "huge", "largest", "tiny", "one", "zero"]
+  ),
   seed=st.integers(0, 2**32 - 1),
 )
 def test_search_finds_the_threshold_of_any_distribution(size, share, fill, seed):
@@ -59,6 +61,7 @@ def test_search_finds_the_threshold_of_any_distribution(size, share, fill, seed)
     "equal": np.full(size, 0.3, np.float32),
     "two": np.where(values > 1, np.float32(7), np.float32(2)),
     "huge": values * np.float32(1e30),
+    "largest": np.full(size, rules.HIGHEST, np.float32),
     "tiny": values * np.float32(1e-30),
     "one": np.where(np.arange(size) == size // 2, values, 0),
     "zero": np.zeros(size, np.float32),
@@ -75,7 +78,7 @@ def test_search_finds_the_threshold_of_any_distribution(size, share, fill, seed)
     assert reached == np.sum(values >= rules.LOWEST)
   else:
     # At least k, and the last bits of the mantissa later less than k.
-    assert reached >= k > np.sum(values >= found * np.float32(1 + 2.0**-11))
+    assert reached >= k > np.sum(values >= np.float64(found) * (1 + 2.0**-11))
 
 
 def test_interpolation_follows_a_power_law_exactly():
@@ -168,6 +171,25 @@ def test_zero_gradients_change_no_state(workers):
   assert get_stats(after).selected[0] == 0 and not np.any(after.residual)
   np.testing.assert_array_equal(after.boundaries, state.boundaries)
   np.testing.assert_array_equal(after.memory.loads, state.memory.loads)
+
+
+def test_equal_elements_below_the_threshold_have_their_turn(workers):
+  """A few large entries in each step, and below them a crowd of equal ones, left from the first.
+
+  Interpolation puts the threshold between the two, where half of what is wanted qualifies for ever.
+  """
+  large = np.where(np.arange(N) % (2 * N // K) == 0, 10.0, 0.0) * np.ones((WORKERS, 1))
+  crowd = np.where(large > 0, 10.0, 1.0)
+  state = workers.init(jnp.zeros(N))
+  state, _ = run(workers, state, [crowd] + [large] * 60)
+  assert np.mean(np.asarray(state.residual) == 1.0) < 0.5
+
+
+def test_fewer_entries_than_wanted_are_all_sent_without_searching_for_more(workers):
+  few = np.where(np.arange(N) < K // 4, 1.0, 0.0) * np.ones((WORKERS, 1))
+  state, ratios = run(workers, workers.init(jnp.zeros(N)), [few] * 6)
+  np.testing.assert_array_equal(ratios, 0.25)
+  assert not np.any(state.memory.threshold_rule.lost)
 
 
 def test_given_first_threshold_is_used():

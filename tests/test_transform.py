@@ -326,11 +326,12 @@ def test_overflow_visits_every_coordinate():
   assert visited.mean() > 0.9
 
 
+@pytest.mark.parametrize("share", [0.8, 1.0])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-def test_large_finite_gradients_neither_overflow_nor_stall(dtype):
+def test_large_finite_gradients_neither_overflow_nor_stall(dtype, share):
   """Sums beyond the largest number stay at it, instead of becoming an Inf that never leaves."""
   n, size = 4, 200
-  large = float(jnp.finfo(dtype).max) * 0.8
+  large = float(jnp.finfo(dtype).max) * share
   tx = exdyna(0.05, w.AXIS, residual_dtype=dtype)
   workers = w.run_on(tx, n, jnp.zeros(size, dtype), "vmap")
   state = workers.init(jnp.zeros(size, dtype))
