@@ -10,6 +10,7 @@ pair of rules:
 - f50, f100, f300: padding ratio n max(count) / sum(count), mean of the 20 steps around
 
 Run me: python benchmarks/control.py [--json FILE] [--out FILE.png] [--cases NAME ...]
+[--rules THRESHOLD+PARTITION ...]; the paper's rules take most of the time, since they send most.
 """
 
 import argparse
@@ -172,6 +173,8 @@ def main():
   parser.add_argument("--json", type=pathlib.Path, help="write the rows here")
   parser.add_argument("--out", type=pathlib.Path, help="picture of the first case")
   parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
+  names = ["+".join(rules) for rules in RULES]
+  parser.add_argument("--rules", nargs="*", choices=names, default=names)
   args = parser.parse_args()
   columns = ("first", "back after jump", "error", "mean", "in band", "f50", "f100", "f300")
   print(f"{'case':18} {'thresh.':8} {'partition':9} " + " ".join(f"{c:>7}" for c in columns))
@@ -179,7 +182,7 @@ def main():
   for name in args.cases:
     case = CASE | CASES[name]
     gradients.cache_clear()
-    for rules in RULES:
+    for rules in (tuple(name.split("+")) for name in args.rules):
       if case.get("defaults_only") and rules not in (
         ("secant", "balanced"),
         ("in_step", "balanced"),
