@@ -41,7 +41,7 @@ class Agreed(NamedTuple):
   counts: jax.Array  # int32 [n], true counts, also above the capacity; 0 unless finite
   finite: jax.Array  # bool [], no worker has seen a NaN or an Inf
   signal: jax.Array  # int32 [m], sum over the workers of what the algorithm sends in the header
-  indices: jax.Array  # int32 [n * slots], N in empty slots
+  indices: jax.Array  # int32 [n * slots], N in empty slots, and everywhere unless finite
 
 
 def capacity_of(k: int, size: int, num_workers: int, factor: float | None) -> int:
@@ -77,7 +77,12 @@ def _ladder(first: int, most: int) -> tuple[int, ...]:
 
 
 def gather_first(
-  count: jax.Array, finite: jax.Array, signal: jax.Array, indices: jax.Array, axis_name: AxisName
+  count: jax.Array,
+  finite: jax.Array,
+  signal: jax.Array,
+  indices: jax.Array,
+  size: int,
+  axis_name: AxisName,
 ) -> Agreed:
   """Gathers header and indices of all workers in one message."""
   header = jnp.stack([count, finite.astype(jnp.int32)])
@@ -86,16 +91,14 @@ def gather_first(
   header, signals, indices = jnp.split(rows, [HEADER, HEADER + signal.shape[0]], axis=1)
   finite = jnp.all(header[:, 1] > 0)
   counts = jnp.where(finite, header[:, 0], 0)
-  return Agreed(counts, finite, jnp.sum(signals, axis=0, dtype=jnp.int32), indices.reshape(-1))
+  indices = jnp.where(finite, indices.reshape(-1), size)
+  return Agreed(counts, finite, jnp.sum(signals, axis=0, dtype=jnp.int32), indices)
 
 
-def mean_at(
-  acc: jax.Array, indices: jax.Array, finite: jax.Array, axis_name: AxisName, num_workers: int
-) -> jax.Array:
-  """Mean over the workers of ``acc`` at the agreed ``indices``; 0 unless ``finite``."""
+def mean_at(acc: jax.Array, indices: jax.Array, axis_name: AxisName, num_workers: int) -> jax.Array:
+  """Mean over the workers of ``acc`` at the agreed ``indices``; 0 for empty slots."""
   wide = jnp.promote_types(acc.dtype, jnp.float32)
   values = acc.at[indices].get(mode="fill", fill_value=0).astype(wide)
-  values = jnp.where(finite, values, 0)
   return psum(values, axis_name) / num_workers
 
 

@@ -66,6 +66,12 @@ def flatten(tree: Any, dtype: Any) -> jax.Array:
   return jnp.concatenate(leaves) if leaves else jnp.zeros((0,), dtype)
 
 
+def all_finite(x: jax.Array) -> jax.Array:
+  """True if ``x`` holds no NaN and no Inf, bool ``[]``."""
+  # 0 * x is NaN for these. XLA would write the N booleans of jnp.isfinite to memory.
+  return jnp.sum(x * 0) == 0
+
+
 def cast(x: jax.Array, dtype: Any, *, saturate: bool) -> jax.Array:
   """``x`` as ``dtype``; with ``saturate``, what is too large for it becomes its largest number."""
   if saturate:

@@ -21,6 +21,10 @@ def mul_div(
   b, c, add = (jnp.asarray(x, jnp.int32) for x in (b, c, add))
   wide_a, wide_b, wide_c, wide_add = (x.astype(jnp.float32) for x in (a, b, c, add))
   # The float32 estimate is wrong by a few parts in 2**24; the true remainder is then small, and
-  # comes out right although the products wrap around.
+  # comes out right although the products wrap around. Once more, and it is wrong by one at most.
+  # (An integer division instead would not be vectorized.)
   quotient = ((wide_a * wide_b + wide_add) / wide_c).astype(jnp.int32)
-  return quotient + (a * b + add - quotient * c) // c
+  remainder = a * b + add - quotient * c
+  more = jnp.floor(remainder.astype(jnp.float32) / wide_c).astype(jnp.int32)
+  remainder = remainder - more * c
+  return quotient + more + (remainder >= c).astype(jnp.int32) - (remainder < 0).astype(jnp.int32)

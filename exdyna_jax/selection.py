@@ -1,39 +1,52 @@
 """Which elements of a range reach the threshold: dynamic range, static shapes.
 
 The range is read once, in chunks, and one bit an element is kept; the cost follows the length of
-the range, not of the vector. Afterwards the index of the j-th hit is found from the bits alone,
-for as many j as are asked for, without a loop over hits.
+the range, not of the vector. Afterwards the j-th hit is found from the bits alone, for as many j as
+are asked for; see `ranks`.
 """
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .integers import mul_div
+from . import accumulator
+from .accumulator import Accumulator
 
 BITS = 32  # elements per word of the mask
-ROW = 32  # words per row; prefix sums are kept within rows and over rows
-ROW_SIZE = BITS * ROW  # elements per row
-CHUNK = 64 * ROW_SIZE  # elements per step of the loop: 256 kB of float32, within any L2 cache
+ROW_SIZE = BITS * BITS  # elements per row: as many words as a word has bits
+# Elements per step of the loop: on CPUs 256 kB of float32, within any L2 cache; elsewhere enough to
+# make the start of a step cheap.
+CPU_CHUNK = 64 * ROW_SIZE
+CHUNK = 1024 * ROW_SIZE
 
-OUTSIDE = -1.0  # no magnitude
-GOLDEN = np.uint32(2654435769)  # 2**32 over the golden ratio
 _BIT = np.uint32(1) << np.arange(BITS, dtype=np.uint32)
 
 
 class Hits(NamedTuple):
   """The hits of a range, as bits."""
 
-  words: jax.Array  # uint32 [chunks, words of a chunk], bit i of a word = its i-th element
-  before: jax.Array  # int32 [rows, ROW], hits of the row up to and with this word
-  total: jax.Array  # int32 [rows], hits up to and with this row
-  first: jax.Array  # int32 [chunks], the element of a chunk's first bit
+  words: jax.Array  # uint32 [words], bit i of a word = its i-th element
+  count: jax.Array  # int32 [], how many bits are set
+  start: jax.Array  # int32 [], the element of the first bit
+  moved_from: jax.Array  # int32 [], from this bit on,
+  moved_by: jax.Array  # int32 [], bits belong to elements so much further to the left
+  size: int  # N
 
 
-def find(acc: jax.Array, start: jax.Array, end: jax.Array, threshold: jax.Array) -> Hits:
+def find(
+  acc: Accumulator,
+  start: jax.Array,
+  end: jax.Array,
+  threshold: jax.Array,
+  *,
+  window: int | None = None,
+  chunk: int | None = None,
+) -> Hits:
   """Marks the elements of ``acc[start:end]`` that are not below ``threshold`` in magnitude.
 
   NaN is not below anything: it is marked, and shows itself, instead of sleeping for ever.
@@ -43,164 +56,120 @@ def find(acc: jax.Array, start: jax.Array, end: jax.Array, threshold: jax.Array)
     start: int32 scalar.
     end: int32 scalar, ``0 <= start <= end <= N``.
     threshold: scalar, any float dtype; compared in float32.
+    window: the longest range that may come, None for N.
+    chunk: elements that are read at once; None chooses by platform.
 
   Returns:
-    The hits; ``count`` says how many, ``take`` where.
+    The hits; `ranks.take` says where they are.
   """
   threshold = threshold.astype(jnp.float32)
+  size = accumulator.size(acc)
+  window = size if window is None else min(window, size)
+  num_words = max(_num_words(size, window, c) for c in (CPU_CHUNK, CHUNK, chunk or 1))
 
-  def pack(words, j, magnitude):
-    word = _pack(magnitude, threshold)
-    return lax.dynamic_update_slice(words, word[None], (j, jnp.int32(0)))
+  def mark(chunk, start, end, threshold, *parts):
+    def keep(words, j, reached):
+      # The barrier keeps the packing, a loop over bits, out of the write, a loop over words.
+      new = lax.optimization_barrier(pack(reached(threshold)))
+      return lax.dynamic_update_slice(words, new, (j * new.shape[0],))
 
-  chunk = _chunk_size(acc)
-  chunks = -(-acc.shape[0] // chunk)
-  # Zeros "like acc" vary over the mesh as acc does, which the loop's carry must.
-  words = jnp.zeros_like(acc, jnp.uint32, shape=(chunks, chunk // BITS))
-  words = _over_chunks(acc, start, end, pack, words)
-  per_word = lax.population_count(words).astype(jnp.int32).reshape(-1, ROW)
-  before = jnp.cumsum(per_word, axis=1, dtype=jnp.int32)
-  total = jnp.cumsum(before[:, -1], dtype=jnp.int32)
-  last = max(acc.shape[0] - chunk, 0)
-  first = jnp.minimum(start + lax.iota(jnp.int32, chunks) * chunk, last)
-  return Hits(words, before, total, first)
+    mine = acc._replace(parts=parts)
+    chunk = _fitting(size, chunk)
+    words = accumulator.zeros(mine, (num_words,), jnp.uint32)
+    words = _over_chunks(mine, start, end, keep, words, chunk)
+    last = jnp.maximum(_trips(start, end, chunk) - 1, 0) * chunk
+    return words, last, jnp.maximum(start + last - max(size - chunk, 0), 0)
+
+  words, last, moved_by = _by_chunk(chunk, mark, start, end, threshold, *acc.parts)
+  # Counted here in one pass: in the loop, the sum of each chunk would cost more than its bits.
+  count = jnp.sum(lax.population_count(words), dtype=jnp.int32)
+  return Hits(words, count, start, last, moved_by, size)
 
 
 def count_reaching(
-  acc: jax.Array, start: jax.Array, end: jax.Array, levels: jax.Array
+  acc: Accumulator,
+  start: jax.Array,
+  end: jax.Array,
+  levels: jax.Array,
+  *,
+  chunk: int | None = None,
 ) -> jax.Array:
   """How many elements of ``acc[start:end]`` are not below each of ``levels``.
 
   Arguments as in `find`, but with ``levels`` float32 ``[m]``; returns int32 ``[m]``.
   """
 
-  def add(counts, j, magnitude):
-    del j
-    # Packing and counting bits takes half the time of counting booleans.
-    words = _pack(magnitude, levels[:, None, None])
-    return counts + jnp.sum(lax.population_count(words), axis=1, dtype=jnp.int32)
+  def count(chunk, start, end, levels, *parts):
+    def add(counts, j, reached):
+      del j
+      # Packing and counting bits takes half the time of counting booleans.
+      words = pack(reached(levels[:, None, None]))
+      return counts + jnp.sum(lax.population_count(words), axis=1, dtype=jnp.int32)
 
-  zeros = jnp.zeros_like(acc, jnp.int32, shape=levels.shape)
-  return _over_chunks(acc, start, end, add, zeros)
+    mine = acc._replace(parts=parts)
+    nothing = accumulator.zeros(mine, levels.shape, jnp.int32)
+    return _over_chunks(mine, start, end, add, nothing, _fitting(accumulator.size(mine), chunk))
 
-
-def _pack(magnitude: jax.Array, threshold: jax.Array) -> jax.Array:
-  """One bit an element, set unless the element is below the threshold: uint32 ``[..., words]``."""
-  magnitude = magnitude.reshape(-1, BITS)
-  hit = ~(magnitude < threshold) & (magnitude != OUTSIDE)
-  return jnp.sum(jnp.where(hit, _BIT, np.uint32(0)), axis=-1, dtype=jnp.uint32)
+  return _by_chunk(chunk, count, start, end, levels, *acc.parts)
 
 
-def _chunk_size(acc: jax.Array) -> int:
-  return min(CHUNK, -(-acc.shape[0] // ROW_SIZE) * ROW_SIZE)
+def per_platform(*args: Any, cpu: Callable[..., Any], others: Callable[..., Any]) -> Any:
+  """``cpu(*args)`` on CPUs, ``others(*args)``, which returns the same, elsewhere."""
+  return lax.platform_dependent(*args, cpu=cpu, default=others)
 
 
-def _over_chunks(acc, start, end, step, carry):
-  """Folds ``step(carry, j, magnitude)`` over the chunks of ``acc[start:end]``.
+def _by_chunk(chunk, function, *args):
+  if chunk is not None:
+    return function(chunk, *args)
+  cpu, others = (functools.partial(function, chunk) for chunk in (CPU_CHUNK, CHUNK))
+  return per_platform(*args, cpu=cpu, others=others)
 
-  ``magnitude`` is float32 ``[chunk]``, and ``OUTSIDE`` where the chunk exceeds the range.
-  """
-  chunk = _chunk_size(acc)
-  if acc.shape[0] < chunk:
-    acc = jnp.pad(acc, (0, chunk - acc.shape[0]))
-  last = acc.shape[0] - chunk
-  offset = lax.iota(jnp.int32, chunk)
+
+def pack(bits: jax.Array) -> jax.Array:
+  """bool ``[..., BITS]`` as words, uint32 ``[...]``; bit i of a word is its i-th element."""
+  return jnp.sum(jnp.where(bits, _BIT, np.uint32(0)), axis=-1, dtype=jnp.uint32)
+
+
+def _fitting(size: int, chunk: int) -> int:
+  """Elements of a chunk of a vector of ``size``: whole rows, and no more than there are."""
+  return min(chunk, max(size // ROW_SIZE, 1) * ROW_SIZE)
+
+
+def _num_words(size: int, window: int, chunk: int) -> int:
+  """Words of all chunks of a range of ``window`` elements."""
+  chunk = _fitting(size, chunk)
+  return -(-window // chunk) * chunk // BITS
+
+
+def _trips(start: jax.Array, end: jax.Array, chunk: int) -> jax.Array:
   length = end - start
-  trips = length // chunk + (length % chunk > 0)
+  return length // chunk + (length % chunk > 0)
+
+
+def _over_chunks(acc, start, end, step, carry, chunk):
+  """Folds ``step(carry, j, reached)`` over the chunks of ``acc[start:end]``.
+
+  ``reached(threshold)`` is bool ``[..., words of a chunk, BITS]``, true for the elements of chunk j
+  that are in the range and not below the threshold.
+  """
+  if accumulator.size(acc) < chunk:
+    acc = accumulator.padded(acc, chunk)
+  last = accumulator.size(acc) - chunk
+  shape = (chunk // BITS, BITS)
+  trips = _trips(start, end, chunk)
 
   def body(state):
     j, carry = state
-    # The last chunk is moved back to fit; what the one before it has seen is masked out.
+    # The last chunk is moved back to fit; what the one before it has seen is masked out: its
+    # positions are negative, and huge as unsigned numbers.
     wanted = start + j * chunk
     low = jnp.minimum(wanted, last)
-    position = low + offset
-    inside = (position >= wanted) & (position < end)
-    value = jnp.abs(lax.dynamic_slice(acc, (low,), (chunk,)).astype(jnp.float32))
-    return j + 1, step(carry, j, jnp.where(inside, value, OUTSIDE))
+    # Made here and of two dimensions, for XLA would keep a vector of positions in memory, and read
+    # it as often as the elements.
+    word, bit = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+    position = (low - wanted + word * BITS + bit).astype(jnp.uint32)
+    inside = position < (end - wanted).astype(jnp.uint32)
+    magnitude = jnp.abs(accumulator.read(acc, low, chunk).astype(jnp.float32)).reshape(shape)
+    return j + 1, step(carry, j, lambda threshold: ~(magnitude < threshold) & inside)
 
   return lax.while_loop(lambda state: state[0] < trips, body, (jnp.int32(0), carry))[1]
-
-
-def count(hits: Hits) -> jax.Array:
-  """How many hits there are, int32."""
-  return hits.total[-1]
-
-
-def strided_ranks(
-  slots: jax.Array, count: jax.Array, allowed: int | jax.Array, step: jax.Array
-) -> jax.Array:
-  """Rank of the hit that goes into each slot, if ``allowed`` of ``count`` hits may be sent.
-
-  All hits if they fit, else an even stride, ``floor((slot * count + phase) / allowed)``. Keeping
-  the first ones would starve the end of the range, and a stride without a phase, which differs from
-  step to step, would starve what lies between its hits.
-
-  Args:
-    slots: int32 ``[m]``.
-    count: int32 scalar.
-    allowed: int32 scalar, at least 1.
-    step: int32 scalar.
-
-  Returns:
-    int32 ``[m]``; ``count`` and above for empty slots.
-  """
-  # Multiples of the golden ratio fill [0, 1) evenly, however many there are.
-  fraction = (step.astype(jnp.uint32) * GOLDEN) >> 8
-  phase = (fraction.astype(jnp.float32) / 2**24 * count.astype(jnp.float32)).astype(jnp.int32)
-  excess = jnp.maximum(count - allowed, 0)
-  phase = jnp.where(excess > 0, jnp.clip(phase, 0, count - 1), 0)
-  # slot * count / allowed = slot + slot * excess / allowed
-  rest = mul_div(slots, excess % allowed, allowed, phase)
-  ranks = slots + slots * (excess // allowed) + rest
-  return jnp.where((slots >= 0) & (slots < allowed), jnp.minimum(ranks, slots + excess), count)
-
-
-def take(hits: Hits, ranks: jax.Array, size: int) -> jax.Array:
-  """Elements of the hits with these ranks, ascending; ``size`` where there is no such hit.
-
-  Args:
-    hits: from `find`.
-    ranks: int32 ``[m]``, 0 for the first hit.
-    size: N, the mark of an empty slot.
-
-  Returns:
-    int32 ``[m]``.
-  """
-  found = ranks < count(hits)
-  rank = jnp.minimum(ranks, jnp.maximum(count(hits) - 1, 0))
-  row = _descend(hits.total, jnp.zeros_like(rank), rank, hits.total.shape[0])
-  rank = rank - (hits.total[row] - hits.before[row, -1])
-  before = hits.before.reshape(-1)
-  word = _descend(before, row * ROW, rank, ROW)
-  rank = rank - jnp.where(word > row * ROW, before[jnp.maximum(word - 1, 0)], 0)
-  chunk, inside = jnp.divmod(word, hits.words.shape[1])
-  index = hits.first[chunk] + inside * BITS + _nth_bit(hits.words[chunk, inside], rank)
-  return jnp.where(found, index, size)
-
-
-def _descend(sums: jax.Array, first: jax.Array, rank: jax.Array, length: int) -> jax.Array:
-  """The position, of ``length`` from ``first`` on, where the running sum first exceeds ``rank``.
-
-  A binary search, unrolled: ``jnp.searchsorted`` fails on meshes that are manual in part.
-  """
-  position, last = first, first + length - 1
-  step = 1 << (length - 1).bit_length()
-  while step := step // 2:
-    there = jnp.minimum(position + step, last)
-    position = jnp.where(sums[there - 1] <= rank, there, position)
-  return position
-
-
-def _nth_bit(word: jax.Array, rank: jax.Array) -> jax.Array:
-  """Position of the set bit of ``word`` that has ``rank`` set bits below it, by halving."""
-  position = jnp.zeros_like(rank)
-  shift = BITS // 2
-  while shift:
-    low = word & np.uint32((1 << shift) - 1)
-    below = lax.population_count(low).astype(jnp.int32)
-    upper = rank >= below
-    rank = jnp.where(upper, rank - below, rank)
-    word = jnp.where(upper, word >> np.uint32(shift), low)
-    position = position + jnp.where(upper, shift, 0)
-    shift //= 2
-  return position

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from . import checks, exchange, flat
+from . import accumulator, checks, exchange, flat
+from .accumulator import Accumulator
 from .density import Density
-from .selection import strided_ranks
+from .ranks import Ranks, strided
 from .state import State, Stats, check_state, empty_stats
 from .varying import (
   AxisName,
@@ -31,7 +32,7 @@ class Selection(NamedTuple):
   """What one worker picks."""
 
   found: jax.Array  # int32 [], how many
-  take: Callable[[jax.Array], jax.Array]  # ranks int32 [m] -> indices; N from rank `found` on
+  take: Callable[[Ranks], jax.Array]  # the indices of these hits, int32 [m]; N in empty slots
   threshold: jax.Array  # the threshold used, agreed
   signal: jax.Array  # int32 [m], the algorithm's own numbers, summed over the workers
   sums: int  # how many numbers were summed over the workers in order to select
@@ -53,7 +54,7 @@ class Algorithm(NamedTuple):
   # (N, n) -> threshold, boundaries and memory of the first step
   init: Callable[[int, int], tuple[jax.Array, jax.Array, Any]]
   # (acc [N], state, rank) -> what this worker picks
-  select: Callable[[jax.Array, State, jax.Array], Selection]
+  select: Callable[[Accumulator, State, jax.Array], Selection]
   # (indices of a message, N, n) -> arrays to be summed over the messages, for `adapt`
   observe: Callable[[jax.Array, int, int], Any]
   # (state, outcome) -> threshold, boundaries and memory of the next step
@@ -107,32 +108,39 @@ def sparsifier(
 
     # Accumulate. Finite gradients never make an infinite residual, which could never be sent.
     grads = flat.flatten(updates, wide)
-    finite = jnp.all(jnp.isfinite(grads)) if skip else jnp.asarray(True)
-    acc = flat.cast(grads + state.residual.astype(wide), residual_dtype, saturate=skip)
+    acc = accumulator.accumulate(grads, state.residual, saturate=skip)
+    finite = flat.all_finite(grads) if skip else jnp.asarray(True)
+    if not skip:
+      acc = accumulator.made(accumulator.whole(acc))
 
     # Select.
     picked = algorithm.select(acc, state, lax.axis_index(axis_tuple(axis_name)))
     plan = exchange.plan(density, capacity_factor, state.step, size, n)
 
     def indices_in(slots):
-      return picked.take(strided_ranks(slots, picked.found, plan.allowed, state.step))
+      return picked.take(strided(slots, picked.found, plan.allowed, state.step))
 
     # Exchange, and feed back what is not sent.
     slots = lax.iota(jnp.int32, plan.slots[0])
     agreed = exchange.gather_first(
-      picked.found, finite, picked.signal, indices_in(slots), axis_name
+      picked.found, finite, picked.signal, indices_in(slots), size, axis_name
     )
+
+    # The old residual, which a skipped step keeps, is overwritten only now that all have voted.
+    residual = accumulator.whole(acc)
+    if skip:
+      residual = jnp.where(agreed.finite, residual, state.residual)
 
     def send(sending, indices):
       residual, update, seen = sending
-      mean = exchange.mean_at(residual, indices, agreed.finite, axis_name, n)
+      mean = exchange.mean_at(residual, indices, axis_name, n)
       mean = flat.cast(mean, wide, saturate=skip)
       update = update.at[indices].set(mean, mode="drop")
       seen = jax.tree.map(jnp.add, seen, algorithm.observe(indices, size, n))
       return _clear(residual, indices), update, seen
 
     nothing_seen = jax.tree.map(jnp.zeros_like, algorithm.observe(slots[:0], size, n))
-    sending = send((acc, jnp.zeros((size,), wide), nothing_seen), agreed.indices)
+    sending = send((residual, jnp.zeros((size,), wide), nothing_seen), agreed.indices)
     sent = jnp.minimum(agreed.counts, plan.allowed)
     sending, more_bytes = exchange.send_rest(
       send, sending, indices_in, plan, jnp.max(sent), axis_name, n, wide.itemsize
@@ -143,9 +151,11 @@ def sparsifier(
     outcome = Outcome(picked.threshold, agreed.counts, sent, agreed.signal, seen)
     threshold, boundaries, memory = algorithm.adapt(state, outcome)
     step = optax.safe_increment(state.step)
-    new = State(step, residual, threshold, boundaries, memory, state.stats)
+    small = (step, threshold, boundaries, memory)
     if skip:
-      new = jax.tree.map(lambda new, old: jnp.where(agreed.finite, new, old), new, state)
+      old = (state.step, state.threshold, state.boundaries, state.memory)
+      small = jax.tree.map(lambda new, old: jnp.where(agreed.finite, new, old), small, old)
+    step, threshold, boundaries, memory = small
     header = exchange.HEADER + picked.signal.shape[0]
     stats = _stats(
       outcome,
@@ -155,7 +165,8 @@ def sparsifier(
       + exchange.all_reduce_bytes(n, picked.sums)
       + more_bytes,
     )
-    return flat.unflatten(update, updates, saturate=skip), new._replace(stats=stats)
+    new = State(step, residual, threshold, boundaries, memory, stats)
+    return flat.unflatten(update, updates, saturate=skip), new
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

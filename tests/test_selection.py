@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exdyna_jax import selection
+from exdyna_jax import accumulator, ranks, selection
 from exdyna_jax.integers import mul_div
 
-SIZES = (1, 33, 1000, selection.CHUNK - 1, selection.CHUNK, 3 * selection.CHUNK + 5)
+SIZES = (1, 33, 1000, selection.CPU_CHUNK - 1, selection.CPU_CHUNK, 3 * selection.CPU_CHUNK + 5)
 CAPACITY = 500
+METHODS = {"walk": ranks.walk, "look_up": ranks.look_up}
 
 
-@functools.partial(jax.jit, static_argnames="capacity")
-def select(acc, start, end, threshold, capacity, step=0):
-  hits = selection.find(acc, start, end, threshold)
-  count = selection.count(hits)
-  ranks = selection.strided_ranks(jnp.arange(capacity), count, capacity, jnp.int32(step))
-  return selection.take(hits, ranks, acc.shape[0]), count
+@functools.partial(jax.jit, static_argnames=("capacity", "method", "chunk"))
+def select(acc, start, end, threshold, capacity, step=0, method=None, chunk=None):
+  hits = selection.find(accumulator.made(acc), start, end, threshold, chunk=chunk)
+  wanted = ranks.strided(jnp.arange(capacity), hits.count, capacity, jnp.int32(step))
+  return ranks.take(hits, wanted, method=method), hits.count
 
 
 def expected(acc, start, end, threshold, capacity):
@@ -51,21 +51,30 @@ def test_equals_flatnonzero(size, ends, threshold, fill, seed):
     acc[:] = threshold
   elif fill != "normal":
     acc[rng.integers(0, size, size // 20)] = np.nan if fill == "nan" else -np.inf
-  got, count = select(acc, jnp.int32(start), jnp.int32(end), np.float32(threshold), CAPACITY)
   want, want_count = expected(acc, start, end, threshold, CAPACITY)
-  assert count == want_count
-  np.testing.assert_array_equal(got, want)
+  ways = ((ranks.walk, None), (ranks.look_up, None), (ranks.look_up, 2048))
+  for method, chunk in ways:
+    limits = jnp.int32(start), jnp.int32(end)
+    got, count = select(acc, *limits, np.float32(threshold), CAPACITY, method=method, chunk=chunk)
+    assert count == want_count
+    np.testing.assert_array_equal(got, want)
 
 
-def test_the_whole_range_of_ranks():
-  """`take` finds any hit by its rank alone, in any order."""
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("allowed", [100, 700, 5000])
+def test_slots_of_further_messages(method, allowed):
   rng = np.random.default_rng(0)
   acc = rng.standard_normal(5000).astype(np.float32)
-  hits = selection.find(jnp.asarray(acc), jnp.int32(7), jnp.int32(4800), jnp.float32(1))
+  whole = accumulator.made(jnp.asarray(acc))
+  hits = selection.find(whole, jnp.int32(7), jnp.int32(4800), jnp.float32(1))
   want = np.flatnonzero(np.abs(acc[7:4800]) >= 1) + 7
-  ranks = rng.permutation(len(want) + 10)
-  got = selection.take(hits, jnp.asarray(ranks, jnp.int32), len(acc))
-  np.testing.assert_array_equal(got, np.append(want, [len(acc)] * 10)[ranks])
+  want = want[oracle.truncate(range(len(want)), allowed, 3)]
+  want = np.append(want, [len(acc)] * 5000)
+  for first in (0, 1, 90, 650, 1400, 4000):
+    slots = jnp.arange(first, first + 50)
+    wanted = ranks.strided(slots, hits.count, allowed, jnp.int32(3))
+    got = ranks.take(hits, wanted, method=METHODS[method])
+    np.testing.assert_array_equal(got, want[first : first + 50])
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -83,22 +92,23 @@ def test_narrow_accumulators_are_compared_in_float32(dtype):
   step=st.integers(0, 2**31 - 1),
 )
 def test_strided_ranks_are_exact(capacity, count, step):
-  got = selection.strided_ranks(jnp.arange(capacity), jnp.int32(count), capacity, jnp.int32(step))
+  strided = ranks.strided(jnp.arange(capacity), jnp.int32(count), capacity, jnp.int32(step))
+  got = np.asarray(ranks.rank_of(strided))
   want = np.arange(count, dtype=np.int64) if count <= capacity else None
   if want is None:
     want = oracle.truncate(range(count), capacity, step)
-  np.testing.assert_array_equal(np.asarray(got)[: len(want)], want)
-  assert (np.asarray(got)[len(want) :] >= count).all()
+  np.testing.assert_array_equal(got[: len(want)], want)
+  assert (got[len(want) :] == count).all()
 
 
 def test_strides_reach_every_hit():
   """With the same stride in every step, what lies between its hits would wait for ever."""
   capacity, count = 10, 73
-  ranks = [
-    selection.strided_ranks(jnp.arange(capacity), jnp.int32(count), capacity, jnp.int32(step))
+  sent = [
+    ranks.rank_of(ranks.strided(jnp.arange(capacity), jnp.int32(count), capacity, jnp.int32(step)))
     for step in range(20)
   ]
-  assert len(np.unique(ranks)) == count
+  assert len(np.unique(sent)) == count
 
 
 @settings(max_examples=200)

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .. import checks, selection
+from .. import accumulator, checks, ranks, selection
+from ..accumulator import Accumulator
 from ..blocks import WORD, Blocks, element_range, even_blocks, paper_blocks
 from ..density import parse_density, target_at
 from ..partition import (
@@ -153,8 +154,8 @@ def exdyna(
     memory = _Memory(fresh_memory(lost=given is None), loads.astype(jnp.float32))
     return first, equal_boundaries(blocks.num_blocks, n), memory
 
-  def select(acc: jax.Array, state: State, rank: jax.Array) -> Selection:
-    size, n = acc.shape[0], state.boundaries.shape[0] - 1
+  def select(acc: Accumulator, state: State, rank: jax.Array) -> Selection:
+    size, n = accumulator.size(acc), state.boundaries.shape[0] - 1
     mine = owned_partition(state.step, rank, n)
     start, end = element_range(cut(size, n), state.boundaries, mine)
 
@@ -169,8 +170,8 @@ def exdyna(
       ladder = count(levels_around(used)) if rule.wants_ladder else ladder
     hits = selection.find(acc, start, end, used)
     picked = Selection(
-      found=selection.count(hits),
-      take=lambda ranks: selection.take(hits, ranks, size),
+      found=hits.count,
+      take=lambda wanted: ranks.take(hits, wanted),
       threshold=used,
       signal=ladder,
       sums=0 if wanted.is_one else rule.sums,
@@ -224,6 +225,6 @@ def _at_least_one(
   index = start + step % jnp.maximum(length, 1)
 
   def take(ranks):
-    return jnp.where(alone, jnp.where(ranks == 0, index, size), picked.take(ranks))
+    return jnp.where(alone, jnp.where(ranks.slots == 0, index, size), picked.take(ranks))
 
   return picked._replace(found=jnp.where(alone, 1, picked.found), take=take)
