@@ -19,10 +19,10 @@ SOURCES := $(shell find exdyna_jax ! -name '*.pyc' ! -name __pycache__)
 .DEFAULT_GOAL := help
 # Two installations at once would disturb each other, whatever -j says.
 .NOTPARALLEL:
-.PHONY: help demo test lint format types clean same-python
+.PHONY: help demo test lint format types clean same-python aot-tpu aot-cuda
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*##  */\1	/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*##  */\1	/p' Makefile
 
 demo: $(VENV)/.wheel $(VENV)/.examples  ## train a CNN on MNIST, dense and sparse, on 8 CPU devices
 	$(VENV)/bin/python examples/train_mnist.py $(ARGS)
@@ -43,8 +43,15 @@ format: $(VENV)/.dev  ## repair what lint finds, where that is possible
 types: $(VENV)/.dev  ## check types
 	$(VENV)/bin/mypy
 
-clean:  ## remove the environment, builds and caches
-	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+aot-tpu:  ## compile a training step for TPUs that are not there, show what is in it (1.3 GB)
+aot-cuda:  ## the same for GPUs (1.2 GB)
+# Compilers for other hardware need environments of their own; the rules below make them too.
+aot-tpu aot-cuda: aot-%:
+	@$(MAKE) --no-print-directory VENV=.venv-$* .venv-$*/.wheel .venv-$*/.$*
+	.venv-$*/bin/python benchmarks/aot.py --platform $* $(ARGS)
+
+clean:  ## remove the environments, builds and caches
+	rm -rf $(VENV) .venv-tpu .venv-cuda build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find exdyna_jax examples tests -name __pycache__ -prune -exec rm -rf {} +
 
 # The files below are stamps, touched last: an interrupted installation starts again.
@@ -69,6 +76,15 @@ $(VENV)/.examples: pyproject.toml examples/data-packages.txt | $(VENV)/.wheel
 
 $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: pyproject.toml | $(VENV)/.wheel
 	$(PIP) install "exdyna_jax[$*]"
+	@touch $@
+
+# What JAX itself names, so that all versions go together. CUDA's libraries are needed to run only.
+$(VENV)/.tpu: pyproject.toml | $(VENV)/.wheel
+	$(PIP) install exdyna_jax "jax[tpu]"
+	@touch $@
+
+$(VENV)/.cuda: pyproject.toml | $(VENV)/.wheel
+	$(PIP) install exdyna_jax "jax[cuda12-local]" nvidia-cuda-nvcc-cu12
 	@touch $@
 
 # An environment keeps the Python that it was made with: asking for another must not go unheard.

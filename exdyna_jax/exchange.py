@@ -22,6 +22,11 @@ from .varying import AxisName, all_gather, psum
 ITEM_BYTES = 4  # header entries and indices
 HEADER = 2  # this worker's count, and whether its accumulator is finite
 
+# XLA for TPUs gathers messages of whole vectors of 128 numbers; others it adds up instead, zeros
+# included, at twice the bytes (`make aot-tpu` shows it). Short ones are not worth the padding.
+LANES = 128
+SHORT = 8 * LANES
+
 # Further messages grow by this factor until this many are enough: at most a quarter of their slots
 # stays empty, and there are few sizes to compile.
 GROWTH = 4
@@ -60,7 +65,8 @@ def plan(
   )
   # At density 1 all is wanted, so nothing may stay behind.
   if factor is None or density.is_one:
-    return Plan(size, _ladder(low, size))
+    # Sized for an equal share of the vector: more would take memory, and is rarely needed.
+    return Plan(size, _ladder(low, -(-size // num_workers)))
   if density.at is None:
     return Plan(low, (low,))
   k = target_at(density, step, size)
@@ -87,12 +93,25 @@ def gather_first(
   """Gathers header and indices of all workers in one message."""
   header = jnp.stack([count, finite.astype(jnp.int32)])
   message = jnp.concatenate([header, signal, indices])
-  rows = all_gather(message, axis_name).reshape(-1, message.shape[0])
+  rows = gather_rows(message, axis_name)
   header, signals, indices = jnp.split(rows, [HEADER, HEADER + signal.shape[0]], axis=1)
-  finite = jnp.all(header[:, 1] > 0)
+  # The barrier keeps XLA from asking again for each element that depends on it.
+  finite = lax.optimization_barrier(jnp.all(header[:, 1] > 0))
   counts = jnp.where(finite, header[:, 0], 0)
   indices = jnp.where(finite, indices.reshape(-1), size)
   return Agreed(counts, finite, jnp.sum(signals, axis=0, dtype=jnp.int32), indices)
+
+
+def gather_rows(message: jax.Array, axis_name: AxisName) -> jax.Array:
+  """``[m]`` of every worker as ``[n, m]``, the same on all of them."""
+  items = message.shape[0]
+  padded = jnp.pad(message, (0, padded_length(items) - items))
+  return all_gather(padded, axis_name).reshape(-1, padded.shape[0])[:, :items]
+
+
+def padded_length(items: int) -> int:
+  """The length with which a message of so many ``items`` is sent."""
+  return items if items < SHORT else -(-items // LANES) * LANES
 
 
 def mean_at(acc: jax.Array, indices: jax.Array, axis_name: AxisName, num_workers: int) -> jax.Array:
@@ -130,29 +149,30 @@ def send_rest(
   if len(plan.slots) == 1 and isinstance(plan.allowed, int) and plan.allowed <= plan.slots[0]:
     return sending, 0.0
 
-  def in_messages_of(slots, sending):
-    def message(carry):
-      done, sent_bytes, sending = carry
-      mine = indices_in(done + lax.iota(jnp.int32, slots))
-      cost = message_bytes(num_workers, slots, value_bytes)
-      done = jnp.minimum(done, MAX_SIZE - slots) + slots  # no further than an int32 reaches
-      return done, sent_bytes + cost, send(sending, all_gather(mine, axis_name))
-
-    # `largest` is agreed, so all workers enter and leave this loop together.
-    start = (jnp.int32(plan.slots[0]), jnp.float32(0), sending)
-    _, sent_bytes, sending = lax.while_loop(lambda carry: carry[0] < largest, message, start)
-    return sending, sent_bytes
+  def message_of(slots, carry):
+    done, sent_bytes, sending = carry
+    mine = indices_in(done + lax.iota(jnp.int32, slots))
+    cost = message_bytes(num_workers, slots, value_bytes)
+    done = jnp.minimum(done, MAX_SIZE - slots) + slots  # no further than an int32 reaches
+    return done, sent_bytes + cost, send(sending, gather_rows(mine, axis_name).reshape(-1))
 
   rest = largest - plan.slots[0]
   limits = jnp.array([slots * MAX_MESSAGES for slots in plan.slots[:-1]], jnp.int32)
-  sizes = [functools.partial(in_messages_of, slots) for slots in plan.slots]
-  return lax.switch(jnp.sum(rest > limits), sizes, sending)
+  chosen = jnp.sum(rest > limits)
+  carry = (jnp.int32(plan.slots[0]), jnp.float32(0), sending)
+  # One loop after the other, of which one runs at most. (Inside of a conditional, XLA would copy
+  # residual and update.) `largest` is agreed, so all workers enter and leave a loop together.
+  for size, slots in enumerate(plan.slots):
+    is_due = functools.partial(lambda size, carry: (chosen == size) & (carry[0] < largest), size)
+    carry = lax.while_loop(is_due, functools.partial(message_of, slots), carry)
+  _, sent_bytes, sending = carry
+  return sending, sent_bytes
 
 
 def message_bytes(num_workers: int, slots: int, value_bytes: int, header: int = 0) -> float:
   """Bytes that each worker sends for one message of indices and the sum of its values."""
   n = num_workers
-  gather = all_gather_bytes(n, header + slots)
+  gather = all_gather_bytes(n, padded_length(header + slots))
   return gather + all_reduce_bytes(n, n * slots, value_bytes)
 
 

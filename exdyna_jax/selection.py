@@ -6,6 +6,7 @@ are asked for; see `ranks`.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -92,14 +93,17 @@ def count_reaching(
   end: jax.Array,
   levels: jax.Array,
   *,
+  every: int = 1,
+  step: jax.Array | int = 0,
   chunk: int | None = None,
 ) -> jax.Array:
   """How many elements of ``acc[start:end]`` are not below each of ``levels``.
 
-  Arguments as in `find`, but with ``levels`` float32 ``[m]``; returns int32 ``[m]``.
+  Arguments as in `find`, but with ``levels`` float32 ``[m]``; returns int32 ``[m]``. Looks at one
+  row of 1024 elements of ``every`` rows only, another one in each ``step``.
   """
 
-  def count(chunk, start, end, levels, *parts):
+  def count(chunk, start, end, levels, step, *parts):
     def add(counts, j, reached):
       del j
       # Packing and counting bits takes half the time of counting booleans.
@@ -108,9 +112,11 @@ def count_reaching(
 
     mine = acc._replace(parts=parts)
     nothing = accumulator.zeros(mine, levels.shape, jnp.int32)
-    return _over_chunks(mine, start, end, add, nothing, _fitting(accumulator.size(mine), chunk))
+    chunk = _fitting(accumulator.size(mine), chunk)
+    sample = (math.gcd(every, chunk // ROW_SIZE), step)
+    return _over_chunks(mine, start, end, add, nothing, chunk, sample)
 
-  return _by_chunk(chunk, count, start, end, levels, *acc.parts)
+  return _by_chunk(chunk, count, start, end, levels, jnp.asarray(step), *acc.parts)
 
 
 def per_platform(*args: Any, cpu: Callable[..., Any], others: Callable[..., Any]) -> Any:
@@ -146,7 +152,15 @@ def _trips(start: jax.Array, end: jax.Array, chunk: int) -> jax.Array:
   return length // chunk + (length % chunk > 0)
 
 
-def _over_chunks(acc, start, end, step, carry, chunk):
+def _sampled(words, every, step):
+  """One row of ``every`` of ``[words, BITS]``."""
+  if every == 1:
+    return words
+  rows = words.reshape(-1, every, BITS, BITS)
+  return lax.dynamic_index_in_dim(rows, step % every, 1, keepdims=False).reshape(-1, BITS)
+
+
+def _over_chunks(acc, start, end, step, carry, chunk, sample=None):
   """Folds ``step(carry, j, reached)`` over the chunks of ``acc[start:end]``.
 
   ``reached(threshold)`` is bool ``[..., words of a chunk, BITS]``, true for the elements of chunk j
@@ -170,6 +184,8 @@ def _over_chunks(acc, start, end, step, carry, chunk):
     position = (low - wanted + word * BITS + bit).astype(jnp.uint32)
     inside = position < (end - wanted).astype(jnp.uint32)
     magnitude = jnp.abs(accumulator.read(acc, low, chunk).astype(jnp.float32)).reshape(shape)
+    if sample is not None:
+      inside, magnitude = (_sampled(x, *sample) for x in (inside, magnitude))
     return j + 1, step(carry, j, lambda threshold: ~(magnitude < threshold) & inside)
 
   return lax.while_loop(lambda state: state[0] < trips, body, (jnp.int32(0), carry))[1]

@@ -43,6 +43,11 @@ TREND_GAIN = 0.1
 NOISE = 0.5  # variance of the log of the ideal threshold, times k
 MAX_TREND = 0.1  # per step, as a log
 
+# Elements of an equal share of the vector that are enough to see how counts change around the
+# threshold. Of larger shares, only a part of the rows is looked at.
+SAMPLE = 2**17
+MOST_ROWS = 64  # of which one is looked at: a chunk of `selection` has no more
+
 # Below this share of k, the distribution is not what interpolation takes it for.
 TOO_FEW = 2 / 3
 
@@ -129,11 +134,30 @@ def levels_around(threshold: jax.Array) -> jax.Array:
   return jnp.clip(levels, LOWEST, HIGHEST)
 
 
+def sample_every(share: int) -> int:
+  """Of how many rows to look at one, for the ladder of a ``share`` of so many elements."""
+  return min(1 << max((share // SAMPLE).bit_length() - 1, 0), MOST_ROWS)
+
+
+def anchored(counts: jax.Array, selected: jax.Array) -> jax.Array:
+  """The ladder's counts of a sample, scaled so that they agree with a count that is exact.
+
+  Args:
+    counts: int32 ``[len(LADDER) + 1]``, the last one at the threshold itself.
+    selected: int32, how many of all elements reach the threshold.
+
+  Returns:
+    float32 ``[len(LADDER)]``.
+  """
+  ladder, here = counts[:-1].astype(jnp.float32), counts[-1]
+  return ladder * (selected.astype(jnp.float32) / jnp.maximum(here, 1))
+
+
 def interpolate(counts: jax.Array, k: int | jax.Array) -> tuple[jax.Array, jax.Array]:
   """Where on the ladder ``k`` elements would qualify, on straight lines of log over log.
 
   Args:
-    counts: int32 ``[len(LADDER)]``, how many elements of all workers reach each level.
+    counts: int32 or float32 ``[len(LADDER)]``, how many elements of all workers reach each level.
     k: how many are wanted.
 
   Returns:

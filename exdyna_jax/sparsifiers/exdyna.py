@@ -21,7 +21,15 @@ from ..partition import (
   paper_boundaries,
 )
 from ..state import State
-from ..threshold import RULES, Memory, as_threshold, fresh_memory, levels_around
+from ..threshold import (
+  RULES,
+  Memory,
+  anchored,
+  as_threshold,
+  fresh_memory,
+  levels_around,
+  sample_every,
+)
 from ..transform import Algorithm, Outcome, Selection, sparsifier
 from ..varying import AxisName, psum
 
@@ -159,15 +167,20 @@ def exdyna(
     mine = owned_partition(state.step, rank, n)
     start, end = element_range(cut(size, n), state.boundaries, mine)
 
-    def count(levels):
-      return selection.count_reaching(acc, start, end, levels)
+    def count(levels, **sample):
+      return selection.count_reaching(acc, start, end, levels, **sample)
 
     used, ladder = state.threshold, jnp.zeros((0,), jnp.int32)
     if not wanted.is_one:
       k = target_at(wanted, state.step, size)
       used = rule.use(used, state.memory.threshold_rule, lambda x: psum(count(x), axis_name), k)
       used = jnp.where(k < size, used, 0.0)
-      ladder = count(levels_around(used)) if rule.wants_ladder else ladder
+      if rule.wants_ladder:
+        every = sample_every(size // n)
+        levels = levels_around(used)
+        if every > 1:
+          levels = jnp.append(levels, used.astype(jnp.float32))
+        ladder = count(levels, every=every, step=state.step)
     hits = selection.find(acc, start, end, used)
     picked = Selection(
       found=hits.count,
@@ -190,9 +203,10 @@ def exdyna(
       selected = jnp.sum(outcome.counts, dtype=jnp.int32)
       # Where a schedule asks for everything, the threshold is only put aside.
       used = jnp.where(k < size, outcome.threshold, state.threshold)
-      follow, rule_memory = rule.adapt(
-        used, memory.threshold_rule, selected, outcome.signal, k, next_k
-      )
+      ladder = outcome.signal
+      if sample_every(size // n) > 1 and rule.wants_ladder:
+        ladder = anchored(ladder, selected)
+      follow, rule_memory = rule.adapt(used, memory.threshold_rule, selected, ladder, k, next_k)
       memory = memory._replace(threshold_rule=rule_memory)
     counts, sent = (by_partition(x, state.step) for x in (outcome.counts, outcome.sent))
     if not balanced:
