@@ -49,8 +49,8 @@ def pack(vector, start, threshold, length):
 @functools.partial(jax.jit, static_argnames=("capacity", "window", "method"))
 def select(vector, start, end, threshold, capacity, window=None, method=None):
   hits = selection.find(accumulator.made(vector), start, end, threshold, window=window)
-  wanted = ranks.strided(lax.iota(jnp.int32, capacity), hits.count, capacity, jnp.int32(1))
-  return ranks.take(hits, wanted, method=method), hits.count
+  wanted = ranks.strided(lax.iota(jnp.int32, capacity), hits.found, capacity, jnp.int32(1))
+  return ranks.take(hits, wanted, method=method), hits.found
 
 
 @functools.partial(jax.jit, static_argnames=("length", "capacity"))

@@ -75,8 +75,8 @@ def alone(n):
 class Local:
   """One worker's step, again and again, with donated state."""
 
-  def __init__(self, shapes):
-    tx = exdyna(DENSITY, AXIS, num_workers=WORKERS)
+  def __init__(self, shapes, workers=WORKERS, density=DENSITY):
+    tx = exdyna(density, AXIS, num_workers=workers)
     self.grads = [tree_of(shapes, seed) for seed in range(2)]
     state = tx.init(self.grads[0])
     self.state = state._replace(residual=jnp.zeros(elements(shapes)))
@@ -87,7 +87,7 @@ class Local:
     def step(grads, state):
       return tx.update(grads, state)[::-1]
 
-    with alone(WORKERS):
+    with alone(workers):
       lowered = jax.jit(step, donate_argnums=1).lower(self.grads[0], self.state)
     self.update = lowered.compile()
     self.compile_seconds = time.perf_counter() - start

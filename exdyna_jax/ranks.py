@@ -28,7 +28,7 @@ class Ranks(NamedTuple):
   """
 
   slots: jax.Array  # int32 [m], consecutive
-  count: jax.Array  # int32 [], how many hits there are
+  found: jax.Array  # int32 [], how many hits there are
   allowed: int | jax.Array  # how many may be sent, at least 1
   phase: jax.Array  # int32 [], 0 if all may be sent
 
@@ -63,7 +63,7 @@ def take(hits: Hits, ranks: Ranks, *, method: Callable[..., jax.Array] | None = 
 
   Args:
     hits: from `selection.find`.
-    ranks: from `strided`, of ``hits.count``.
+    ranks: from `strided`, of ``hits.found``.
     method: `walk` or `look_up`, which find the same; None chooses by platform.
   """
   wanted = rank_of(ranks)
@@ -71,7 +71,7 @@ def take(hits: Hits, ranks: Ranks, *, method: Callable[..., jax.Array] | None = 
   bit = method(hits.words, ranks, wanted)
   moved = bit.astype(jnp.uint32) >= hits.moved_from.astype(jnp.uint32)
   element = hits.start + bit - jnp.where(moved, hits.moved_by, 0)
-  return jnp.where(wanted < hits.count, element, hits.size)
+  return jnp.where(wanted < hits.found, element, hits.size)
 
 
 def _at(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -94,9 +94,9 @@ def walk(words: jax.Array, ranks: Ranks, wanted: jax.Array) -> jax.Array:
     int32 ``[m]``; anything in empty slots.
   """
   slots = wanted.shape[0]
-  full_slots = jnp.sum(wanted < ranks.count, dtype=jnp.uint32)
+  full_slots = jnp.sum(wanted < ranks.found, dtype=jnp.uint32)
   # And a rank to look at behind the last one.
-  all_ranks = jnp.append(wanted, ranks.count).astype(jnp.uint32)
+  all_ranks = jnp.append(wanted, ranks.found).astype(jnp.uint32)
   marks = pack(words.reshape(-1, BITS) != 0)  # one bit a word
 
   def load(x, index):
@@ -153,7 +153,7 @@ def look_up(words: jax.Array, ranks: Ranks, wanted: jax.Array) -> jax.Array:
     is_right = rank >= left
     return 2 * node + is_right, jnp.where(is_right, rank - left, rank)
 
-  rank = jnp.minimum(wanted, jnp.maximum(ranks.count - 1, 0))
+  rank = jnp.minimum(wanted, jnp.maximum(ranks.found - 1, 0))
   # A loop, for unrolled, XLA on CPUs computes each level anew for each of the next.
   node, rank = lax.fori_loop(0, len(levels) - 1, descend, (jnp.ones_like(rank), rank))
   word = node - leaves

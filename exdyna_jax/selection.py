@@ -32,7 +32,7 @@ class Hits(NamedTuple):
   """The hits of a range, as bits."""
 
   words: jax.Array  # uint32 [words], bit i of a word = its i-th element
-  count: jax.Array  # int32 [], how many bits are set
+  found: jax.Array  # int32 [], how many bits are set
   start: jax.Array  # int32 [], the element of the first bit
   moved_from: jax.Array  # int32 [], from this bit on,
   moved_by: jax.Array  # int32 [], bits belong to elements so much further to the left

@@ -1,10 +1,12 @@
 """The benchmarks run and write what they say, in their smallest form."""
 
+import importlib
 import json
 
 import control
 import inputs
 import numpy as np
+import pytest
 
 
 def test_control_measures_and_draws(tmp_path, monkeypatch, capsys):
@@ -29,3 +31,14 @@ def test_inputs_repeat():
   first = inputs.grad(4096, 3, 1)
   np.testing.assert_array_equal(first, inputs.grad(4096, 3, 1))
   assert first.dtype == np.float32 and np.any(first != inputs.grad(4096, 3, 0))
+
+
+@pytest.mark.parametrize("name", ["selection", "step"])
+def test_costs_are_measured(name, tmp_path, monkeypatch, capsys):
+  benchmark, table = importlib.import_module(name), tmp_path / "rows.json"
+  arguments = [f"{name}.py", "--scale", "0.002", "--repeats", "3", "--malloc", "default"]
+  monkeypatch.setattr("sys.argv", [*arguments, "--json", str(table)])
+  benchmark.main()
+  rows = json.loads(table.read_text())
+  assert len(rows) >= 6 and all(row["ratio"] > 0 for row in rows)
+  assert rows[0]["measure"] in capsys.readouterr().out

@@ -21,8 +21,8 @@ METHODS = {"walk": ranks.walk, "look_up": ranks.look_up}
 @functools.partial(jax.jit, static_argnames=("capacity", "method", "chunk"))
 def select(acc, start, end, threshold, capacity, step=0, method=None, chunk=None):
   hits = selection.find(accumulator.made(acc), start, end, threshold, chunk=chunk)
-  wanted = ranks.strided(jnp.arange(capacity), hits.count, capacity, jnp.int32(step))
-  return ranks.take(hits, wanted, method=method), hits.count
+  wanted = ranks.strided(jnp.arange(capacity), hits.found, capacity, jnp.int32(step))
+  return ranks.take(hits, wanted, method=method), hits.found
 
 
 def expected(acc, start, end, threshold, capacity):
@@ -72,7 +72,7 @@ def test_slots_of_further_messages(method, allowed):
   want = np.append(want, [len(acc)] * 5000)
   for first in (0, 1, 90, 650, 1400, 4000):
     slots = jnp.arange(first, first + 50)
-    wanted = ranks.strided(slots, hits.count, allowed, jnp.int32(3))
+    wanted = ranks.strided(slots, hits.found, allowed, jnp.int32(3))
     got = ranks.take(hits, wanted, method=METHODS[method])
     np.testing.assert_array_equal(got, want[first : first + 50])
 
@@ -117,3 +117,21 @@ def test_mul_div_is_exact(a, b, c):
   b = min(b, (2**31 - 1) * c // max(a, 1) // 2)  # the quotient must be an int32
   assert int(mul_div(jnp.int32(a), jnp.int32(b), c)) == a * b // c
   assert int(mul_div(jnp.int32(a), jnp.int32(b), c, add=c)) == a * b // c + 1
+
+
+@pytest.mark.parametrize("chunk", [4096, 8192])
+@pytest.mark.parametrize("every", [1, 4])
+def test_counts_at_levels(chunk, every):
+  """Of every few rows from the start of the range on, the one whose turn it is in this step."""
+  rng = np.random.default_rng(0)
+  acc = rng.standard_normal(7 * 4096).astype(np.float32)
+  start, end, step = 777, 777 + 4 * 4096 - 100, 6
+  levels = np.array([0.5, 1.0, 2.0], np.float32)
+  whole = accumulator.made(jnp.asarray(acc))
+  got = selection.count_reaching(
+    whole, jnp.int32(start), jnp.int32(end), levels, every=every, step=step, chunk=chunk
+  )
+  part = np.abs(acc[start : start + 4 * 4096])
+  part[end - start :] = 0
+  seen = part.reshape(-1, every, selection.ROW_SIZE)[:, step % every]
+  assert got.tolist() == [int((seen >= level).sum()) for level in levels]

@@ -201,3 +201,43 @@ def test_given_first_threshold_is_used():
     if threshold != "in_step":  # which corrects it in the same step
       _, state = one.step(state, normal(np.random.default_rng(0)))
       assert np.all(get_stats(state).threshold_used == 2)
+
+
+def test_a_sampled_ladder_agrees_with_the_exact_count():
+  """The sample says how counts change with the threshold, the exact count how many there are."""
+  counts = jnp.array([80, 60, 50, 42, 38, 30, 20, 10, 40])
+  got = rules.anchored(counts, jnp.int32(400))
+  np.testing.assert_allclose(got, np.asarray(counts[:-1]) * 10.0)
+  nothing = rules.anchored(jnp.zeros(9, jnp.int32), jnp.int32(400))
+  assert np.isfinite(nothing).all()
+
+
+def test_small_shares_are_counted_whole():
+  assert rules.sample_every(2 * rules.SAMPLE - 1) == 1
+  assert rules.sample_every(2 * rules.SAMPLE) == 2
+  assert rules.sample_every(2**31 - 1) == rules.MOST_ROWS
+
+
+def test_a_sampled_ladder_controls_as_well_as_a_whole_one(monkeypatch):
+  n, size, density, steps = 2, 2**20, 0.01, 25
+
+  def ratios():
+    tx = exdyna(density, "data", num_workers=n)
+
+    def step(state, key):
+      # Layers whose scales differ: neighbouring rows are alike and distant ones are not.
+      scale = jnp.repeat(2.0 ** jnp.array([0, -2, 1, -1]), size // 4)
+      return tx.update(jax.random.normal(key, (size,)) * scale, state)[1]
+
+    run = jax.jit(jax.vmap(step, axis_name="data"))
+    state = jax.vmap(lambda _: tx.init(jnp.zeros(size)), axis_name="data")(jnp.arange(n))
+    for keys in jax.random.split(jax.random.key(0), (steps, n)):
+      state = run(state, keys)
+      yield float(state.stats.counts[0].sum()) / (density * size)
+
+  assert rules.sample_every(size // n) == 4
+  sampled = np.array(list(ratios()))
+  monkeypatch.setattr(rules, "SAMPLE", size)
+  assert rules.sample_every(size // n) == 1
+  whole = np.array(list(ratios()))
+  assert 0 < np.abs(sampled / whole - 1).mean() < 0.02

@@ -183,7 +183,7 @@ def exdyna(
         ladder = count(levels, every=every, step=state.step)
     hits = selection.find(acc, start, end, used)
     picked = Selection(
-      found=hits.count,
+      found=hits.found,
       take=lambda wanted: ranks.take(hits, wanted),
       threshold=used,
       signal=ladder,
