@@ -8,27 +8,24 @@ exit status is 1 if anything is wrong. Then N = 1e8, float32, the device is one 
 - copy: a donated ``x + 1`` of several sizes; the best bandwidth of them is what counts
 - add: a donated ``residual + gradient`` and an update of zeros, what no step can avoid
 - select: `find` and `take` in one partition; a program does all of them in turn, `ROUNDS` times
-- step: `update` of one worker, collectives replaced by local copies; see `step.Local`
+- step: `update` of one worker, collectives replaced by local copies; see `steady`
 
 us = microseconds, the median of repetitions in turn, of so many calls each that starting them
 hardly counts. GB/s = bytes that must move over this time: copy 8N, select 4N/n, add and step 16N
 (gradient and residual in, residual and update out). floor us = the time of these bytes at the
-bandwidth of the copy, measured in turn with the rest; ratio = us / floor us. temp = temporary
-memory of the compiled program over 4N bytes. hits = what reached the threshold over what should.
+copy's bandwidth, measured in turn with the rest; ratio = us / floor us. temp = temporary memory of
+the compiled program over 4N bytes. hits = what reached the threshold over what should.
 
 Run me, on one GPU or TPU: python benchmarks/device.py [--json FILE] [--repeats N] [--seed SEED]
 For a look, on CPUs too: --scale 0.01, where caches and the starts of calls count, not memory.
 """
 
 import argparse
-import collections
 import functools
 import itertools
 import json
 import math
 import pathlib
-import statistics
-import sys
 import time
 
 import jax
@@ -38,22 +35,17 @@ import numpy as np
 from jax import lax
 from step import Floor, Local
 
-from exdyna_jax import accumulator, ranks, selection
+from exdyna_jax import accumulator, partition, ranks, selection
 
-SIZE, DENSITY, WORKERS, CAPACITY_FACTOR = 10**8, 0.001, (1, 4, 16), 1.25
-COPIES = (0.5, 1, 2)  # times N; too large for any cache
-ROUNDS = 4  # selections in each partition, in one program
-LONG, MOST_CALLS = 0.05, 200  # seconds and calls of a repetition
-
-SIZES = (1, 1000, 5000, 3 * selection.CHUNK + 77)
-WALKED = 5000  # elements at most for `walk`, except on CPUs
+SIZE, COPIES = 10**8, (0.5, 1, 2)  # copies of so many times more, too large for any cache
+WORKERS, CAPACITY_FACTOR = (1, 4, 16), 1.25
+DENSITY, THRESHOLD, LOW = 0.001, np.float32(3.29053), np.float32(1)  # of normal numbers
+ROUNDS, LONG, MOST_CALLS = 4, 0.05, 200  # of a program; seconds and calls of a repetition
+SIZES, WALKED = (1, 1000, 5000, 3 * selection.CHUNK + 77), 5000  # and the largest one for `walk`
 FILLS = {"normal": 0, "few": 0, "cluster": 5, "nan": math.nan, "infinite": math.inf, "equal": 2.5}
-RANGES = ("whole", "some", "empty", "end")
 NEAR = 2000  # elements at most of clusters, and of ranges at the end
-ALLOWED = (7, 450, 2**30)  # hits that may be sent
-SLOTS, FIRST = 500, (0, 300)  # of a message, and where it starts
+SLOTS, FIRST, ALLOWED = 500, (0, 300), (7, 450, 2**30)  # of a message; hits that may be sent
 GOLDEN = 2654435769
-ON_CPU = jax.default_backend() == "cpu"
 
 
 def expected(acc, start, end, threshold, step, allowed, first, slots):
@@ -67,45 +59,48 @@ def expected(acc, start, end, threshold, step, allowed, first, slots):
   return np.append(sent, np.full(slots - len(sent), len(acc))), len(hits)
 
 
-def compare(method, got, want, checks, case):
-  (indices, count), (want_indices, want_count) = jax.device_get(got), want
-  wrong = count != want_count or not np.array_equal(indices, want_indices)
-  checks.update({method: 1, "wrong": int(wrong)})
-  if wrong:
-    print(f"WRONG: {method}, {case}: {count} hits for {want_count}", file=sys.stderr, flush=True)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def select_once(method, chunk, parts, start, end, threshold, step, allowed, first):
-  acc = accumulator.accumulate(*parts, saturate=True)
+def pick(acc, start, end, threshold, step, allowed, first, slots, method=None, chunk=None):
+  """The same, the way that is to be tested."""
   hits = selection.find(acc, start, end, threshold, chunk=chunk)
-  wanted = ranks.strided(first + lax.iota(jnp.int32, SLOTS), hits.found, allowed, step)
+  wanted = ranks.strided(first + lax.iota(jnp.int32, slots), hits.found, allowed, step)
   return ranks.take(hits, wanted, method=method), hits.found
 
 
-def check_cases(rng, checks):
+@functools.partial(jax.jit, static_argnums=(7, 8, 9))
+def pick_from_parts(parts, *arguments):
+  return pick(accumulator.accumulate(*parts, saturate=True), *arguments)
+
+
+def compare(method, got, want, checks, *case):
+  (indices, count), (want_indices, want_count) = jax.device_get(got), want
+  checks[method] += 1
+  if count != want_count or not np.array_equal(indices, want_indices):
+    checks["wrong"] += 1
+    print(f"WRONG: {method}, {case}: {count} hits for {want_count}", flush=True)
+
+
+def check_cases(rng, on_cpu, checks):
   """Every size with all that may be in it, in both ways and with two sizes of chunks."""
-  for size, fill, where, allowed in itertools.product(SIZES, FILLS, RANGES, ALLOWED):
-    low, high = sorted(rng.integers(0, size + 1, 2))
-    near = max(size - rng.integers(1, NEAR), 0)
-    ranges = {"whole": (0, size), "some": (low, high), "empty": (high, high), "end": (near, size)}
-    start, end = ranges[where]
-    places = {"normal": [], "few": [], "cluster": slice(max(end - NEAR, 0), end), "equal": ...}
+  for size, fill in itertools.product(SIZES, FILLS):
+    near, (low, high) = max(size - rng.integers(1, NEAR), 0), sorted(rng.integers(0, size + 1, 2))
+    places = {"normal": [], "few": [], "cluster": slice(low, low + NEAR), "equal": ...}
     acc = rng.standard_normal(size, np.float32)
     acc[places.get(fill, rng.integers(0, size, size // 20 + 1))] = FILLS[fill]
     acc *= rng.choice(np.float32([-1, 1]), size)
-    threshold = np.float32(9 if fill == "few" else FILLS["equal"])
-    which = int(rng.integers(2**31 - 1)), allowed, int(rng.choice(FIRST))
-    want = expected(acc, start, end, threshold, *which, SLOTS)
-    checks["overflows"] += int(want[1] > allowed)
     # Each element is in one of two parts, and the other one is zero there.
-    here, zero = rng.random(size, np.float32) < 0.5, np.float32(0)
-    parts = jax.device_put((np.where(here, acc, zero), np.where(here, zero, acc)))
-    scalars = *np.int32([start, end]), threshold, *np.int32(which)
-    methods = (ranks.look_up, ranks.walk)[: 1 if size > WALKED and not ON_CPU else 2]
-    for method, chunk in itertools.product(methods, (None, selection.ROW_SIZE)):
-      got = select_once(method, chunk, parts, *scalars)
-      compare(method.__name__, got, want, checks, (size, fill, where, which, chunk))
+    here = rng.random(size, np.float32) < 0.5
+    parts = jax.device_put([np.where(where, acc, np.float32(0)) for where in (here, ~here)])
+    threshold = np.float32(9 if fill == "few" else FILLS["equal"])
+    methods = (ranks.look_up, ranks.walk)[: 2 if on_cpu or size <= WALKED else 1]
+    ranges = ((0, size), (low, high), (high, high), (near, size))
+    for limits, allowed in itertools.product(ranges, ALLOWED):
+      which = int(rng.integers(2**31 - 1)), allowed, int(rng.choice(FIRST))
+      want = expected(acc, *limits, threshold, *which, SLOTS)
+      checks["overflows"] += int(want[1] > allowed)
+      arguments = parts, *np.int32(limits), threshold, *np.int32(which), SLOTS
+      for method, chunk in itertools.product(methods, (None, selection.ROW_SIZE)):
+        got = pick_from_parts(*arguments, method, chunk)
+        compare(method.__name__, got, want, checks, size, fill, limits, which, chunk)
 
 
 def selecting(size, n):
@@ -114,37 +109,56 @@ def selecting(size, n):
 
   def select(x, threshold):
     def one(step, carry):
-      start, end = (jnp.minimum((step % n + i) * share, size) for i in (0, 1))
-      hits = selection.find(accumulator.made(x), start, end, threshold)
-      wanted = ranks.strided(lax.iota(jnp.int32, slots), hits.found, slots, step)
-      return ranks.take(hits, wanted), carry[1] + hits.found
+      limits = (jnp.minimum((step % n + i) * share, size) for i in (0, 1))
+      indices, found = pick(accumulator.made(x), *limits, threshold, step, slots, 0, slots)
+      return indices, carry[1] + found
 
     return lax.fori_loop(0, ROUNDS * n, one, (jnp.zeros((slots,), jnp.int32), jnp.int32(0)))
 
   x = jax.ShapeDtypeStruct((size,), jnp.float32)
-  return jax.jit(select).lower(x, np.float32(0)).compile(), min((n - 1) * share, size), slots
+  return jax.jit(select).lower(x, LOW).compile(), min((n - 1) * share, size), slots
 
 
-class Copy:
+def steady(size, n):
+  """A `Local` step, and a function that calls it with threshold and partitions held.
+
+  Each entry grows by its constant gradient until it reaches the threshold, and starts anew: in each
+  step, as many do as are wanted. Left alone, the threshold would have to be searched for at times.
+  """
+  local = Local([(size,)], n, DENSITY)
+  local.grads = local.grads[:1] * 2
+  grown = n * jnp.mean(jnp.abs(local.grads[0][0])) / DENSITY * jnp.sign(local.grads[0][0])
+  held = {"threshold": np.float32(jnp.max(grown))}
+  held["boundaries"] = np.asarray(partition.equal_boundaries(local.state.boundaries[-1], n))
+  residual = grown * jax.random.uniform(jax.random.key(0), (size,))
+  local.state = local.state._replace(residual=residual)
+
+  def call():
+    memory = local.state.memory
+    rule = memory.threshold_rule._replace(lost=np.bool_(False))
+    memory = memory._replace(threshold_rule=rule)
+    local.state = local.state._replace(memory=memory, **held)
+    return local()
+
+  return local, call
+
+
+def copying(size):
   """A donated ``x + 1``."""
-
-  def __init__(self, size):
-    self.x = jnp.zeros((size,))
-    self.add = jax.jit(lambda x: x + 1, donate_argnums=0)
-
-  def __call__(self):
-    self.x = self.add(self.x)
-    return self.x
-
-
-def again(call, calls):
-  for _ in range(calls):
-    out = call()
-  return out
+  x, add = jnp.zeros((size,)), jax.jit(lambda x: x + 1, donate_argnums=0)
+  while True:
+    x = add(x)
+    yield x
 
 
 def timed(contestants, repeats):
   """Seconds of one call of each, in turn."""
+
+  def again(call, calls):
+    for _ in range(calls):
+      out = call()
+    return out
+
   once = measure.medians(contestants, 1)
   calls = {name: int(min(max(LONG / seconds, 1), MOST_CALLS)) for name, seconds in once.items()}
   runs = {name: functools.partial(again, call, calls[name]) for name, call in contestants.items()}
@@ -157,41 +171,36 @@ def row_of(name, size, seconds, moved, bandwidth, **more):
 
 
 def rows_of(args, rng):
-  size = int(args.scale * SIZE)
+  size, on_cpu = int(args.scale * SIZE), jax.default_backend() == "cpu"
+  checks = {"look_up": 0, "walk": 0, "overflows": 0, "wrong": 0}
+  check_cases(rng, on_cpu, checks)
   acc = rng.standard_normal(size, np.float32)
-  x, method = jax.device_put(acc), "walk" if ON_CPU else "look_up"
-  threshold = np.float32(statistics.NormalDist().inv_cdf(1 - DENSITY / 2))
-  programs = {n: selecting(size, n) for n in WORKERS}
-  checks = collections.Counter(look_up=0, walk=0, overflows=0, wrong=0)
-  check_cases(rng, checks)
-  for (n, (select, start, slots)), limit in itertools.product(programs.items(), (threshold, 1)):
-    want, count = expected(acc, start, size, limit, ROUNDS * n - 1, slots, 0, slots)
-    checks["overflows"] += int(count > slots)
-    count = ROUNDS * np.count_nonzero(np.abs(acc) >= limit)
-    compare(method, select(x, np.float32(limit)), (want, count), checks, (size, n))
+  x, selects = jax.device_put(acc), {n: selecting(size, n) for n in WORKERS}
+  for (n, (select, start, slots)), limit in itertools.product(selects.items(), (THRESHOLD, LOW)):
+    indices, _ = expected(acc, start, size, limit, ROUNDS * n - 1, slots, 0, slots)
+    want = indices, ROUNDS * np.count_nonzero(np.abs(acc) >= limit)
+    compare("walk" if on_cpu else "look_up", select(x, limit), want, checks, size, n, limit)
   yield {"measure": "correctness", **checks}
 
-  copies = {int(share * size): Copy(int(share * size)) for share in COPIES}
+  copies = {int(share * size): copying(int(share * size)).__next__ for share in COPIES}
   seconds = timed(copies | {"add": Floor(size)}, args.repeats)
-  best = max(copies, key=lambda length: length / seconds[length])
+  best = min(copies, key=lambda length: seconds[length] / length)
   bandwidth, copy = 8 * best / seconds[best], copies[best]
-  for length in copies:
-    yield row_of("copy", length, seconds[length], 8 * length, bandwidth)
+  yield from (row_of("copy", m, seconds[m], 8 * m, bandwidth) for m in copies)
   yield row_of("add", size, seconds["add"], 16 * size, bandwidth)
   del copies
 
-  for n, (select, *_) in programs.items():
-    step = Local([(size,)], workers=n, density=DENSITY)
-    some = functools.partial(select, x, threshold)
+  for n, (select, *_) in selects.items():
+    (local, step), some = steady(size, n), functools.partial(select, x, THRESHOLD)
     seconds = timed({"copy": copy, "select": some, "step": step}, args.repeats)
-    seconds["select"] /= ROUNDS * n
-    bandwidth, found = 8 * best / seconds["copy"], (some()[1] / ROUNDS, step.state.stats.selected)
-    programs = (("select", select, 4 / n), ("step", step.update, 16))
-    for (name, program, moved), hits in zip(programs, found, strict=True):
+    for name, program, took, moved, hits in (
+      ("select", select, seconds["select"] / (ROUNDS * n), 4 * size / n, some()[1] / ROUNDS),
+      ("step", local.update, seconds["step"], 16 * size, sum(local.state.stats.counts)),
+    ):
       more = {"n": n, "temp": program.memory_analysis().temp_size_in_bytes / (4 * size)}
       more["hits"] = float(hits) / (DENSITY * size)
-      yield row_of(name, size, seconds[name], moved * size, bandwidth, **more)
-    del step
+      yield row_of(name, size, took, moved, 8 * best / seconds["copy"], **more)
+    del local, step
 
 
 def main():
@@ -201,14 +210,15 @@ def main():
   parser.add_argument("--scale", type=float, default=1.0, help="of the sizes that are timed")
   parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32, help="of the data")
   args, rows, start = parser.parse_args(), [], time.perf_counter()
-  print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}, --seed {args.seed}", flush=True)
+  device = jax.devices()[0].device_kind
+  print(f"{device}, JAX {jax.__version__}, --seed {args.seed}", flush=True)
   for row in rows_of(args, np.random.default_rng(args.seed)):
-    rows.append({"device": jax.devices()[0].device_kind, **row})
-    print(f"{time.perf_counter() - start:.0f} s: {row['measure']}", file=sys.stderr, flush=True)
+    rows.append({"device": device, **row})
+    print(f"{time.perf_counter() - start:.0f} s: {row['measure']}", flush=True)
     if args.json:
       args.json.write_text(json.dumps(rows, indent=1))
   measure.print_table(rows)
-  if any(row.get("wrong") for row in rows):
+  if rows[0]["wrong"]:
     raise SystemExit("Selections differ from NumPy's: see above.")
 
 

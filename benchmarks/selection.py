@@ -120,7 +120,8 @@ def of_workers(args):
     start, end = n // 2 * (size // n), (n // 2 + 1) * (size // n)
     limits = jnp.int32(start), jnp.int32(end), jnp.float32(threshold)
     capacity = max(int(CAPACITY * density * size / n), 1)
-    runs[str(n)] = functools.partial(select, vector, *limits, capacity)
+    window = selection.window_of(size // n)
+    runs[str(n)] = functools.partial(select, vector, *limits, capacity, window)
   seconds = measure.medians(runs, args.repeats)
   for n in WORKERS[1:]:
     share = seconds["2"] / seconds[str(n)] / (n / 2)

@@ -20,9 +20,9 @@ ONE, ONES = np.uint32(1), np.uint32(2**BITS - 1)
 
 
 class Ranks(NamedTuple):
-  """Which hits go into some slots: rank ``floor((slot * count + phase) / allowed)`` into a slot.
+  """Which hits go into some slots: rank ``floor((slot * found + phase) / allowed)`` into a slot.
 
-  If ``count <= allowed``, the rank is the slot. Otherwise this is an even stride: keeping the first
+  If ``found <= allowed``, the rank is the slot. Otherwise this is an even stride: keeping the first
   hits would starve the end of the range, and a stride without a phase, which differs from step to
   step, would starve what lies between its hits.
   """
@@ -43,7 +43,7 @@ def strided(slots: jax.Array, count: jax.Array, allowed: int | jax.Array, step: 
 
 
 def rank_of(ranks: Ranks) -> jax.Array:
-  """The rank of the hit in each slot, int32 ``[m]``; ``count`` for empty slots."""
+  """The rank of the hit in each slot, int32 ``[m]``; ``found`` for empty slots."""
   slots, count, allowed, phase = ranks
   excess = jnp.maximum(count - allowed, 0)
 
@@ -66,6 +66,13 @@ def take(hits: Hits, ranks: Ranks, *, method: Callable[..., jax.Array] | None = 
     ranks: from `strided`, of ``hits.found``.
     method: `walk` or `look_up`, which find the same; None chooses by platform.
   """
+  if hits.all_of_them is not None:
+    window, everything = hits._replace(all_of_them=None), hits.all_of_them
+    return lax.cond(
+      hits.is_long,
+      lambda: take(everything(), ranks, method=method),
+      lambda: take(window, ranks, method=method),
+    )
   wanted = rank_of(ranks)
   method = method or functools.partial(per_platform, cpu=walk, others=look_up)
   bit = method(hits.words, ranks, wanted)

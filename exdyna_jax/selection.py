@@ -20,12 +20,17 @@ from .accumulator import Accumulator
 
 BITS = 32  # elements per word of the mask
 ROW_SIZE = BITS * BITS  # elements per row: as many words as a word has bits
-# Elements per step of the loop: on CPUs 256 kB of float32, within any L2 cache; elsewhere enough to
+# Elements per step of the loop: on CPUs 512 kB of float32, about an L2 cache; elsewhere enough to
 # make the start of a step cheap.
-CPU_CHUNK = 64 * ROW_SIZE
+CPU_CHUNK = 128 * ROW_SIZE
 CHUNK = 1024 * ROW_SIZE
 
 _BIT = np.uint32(1) << np.arange(BITS, dtype=np.uint32)
+
+
+# Longer ranges than so many equal shares are rare; a small window saves nothing.
+WINDOW_SHARES = 4
+MIN_WINDOW = 2**18
 
 
 class Hits(NamedTuple):
@@ -37,6 +42,9 @@ class Hits(NamedTuple):
   moved_from: jax.Array  # int32 [], from this bit on,
   moved_by: jax.Array  # int32 [], bits belong to elements so much further to the left
   size: int  # N
+  # Whether the range is longer than the window, and what finds its hits then.
+  is_long: jax.Array | None = None
+  all_of_them: Callable[[], "Hits"] | None = None
 
 
 def find(
@@ -57,7 +65,9 @@ def find(
     start: int32 scalar.
     end: int32 scalar, ``0 <= start <= end <= N``.
     threshold: scalar, any float dtype; compared in float32.
-    window: the longest range that may come, None for N.
+    window: elements. A longer range may come, but is read twice instead of once. The words
+      for a window are what costs time and memory, whatever the length of the range. None for N,
+      which also must be taken where ``acc`` is overwritten before `ranks.take` is called.
     chunk: elements that are read at once; None chooses by platform.
 
   Returns:
@@ -65,7 +75,31 @@ def find(
   """
   threshold = threshold.astype(jnp.float32)
   size = accumulator.size(acc)
-  window = size if window is None else min(window, size)
+  if window is not None and window < size:
+    return _find_within(acc, start, end, threshold, window, chunk)
+  return _find(acc, start, end, threshold, size, chunk)
+
+
+def window_of(share: int) -> int:
+  """The window for ranges that are equal shares of a vector, more or less."""
+  return max(WINDOW_SHARES * share, MIN_WINDOW)
+
+
+def _find_within(acc, start, end, threshold, window, chunk):
+  """`find` for a range that is not longer than the ``window``, unless ``is_long``."""
+  is_long = end - start > window
+  hits = _find(acc, start, jnp.where(is_long, start, end), threshold, window, chunk)
+
+  def count():
+    return count_reaching(acc, start, end, threshold[None], chunk=chunk)[0]
+
+  found = lax.cond(is_long, count, lambda: hits.found)
+  everything = functools.partial(_find, acc, start, end, threshold, hits.size, chunk)
+  return hits._replace(found=found, is_long=is_long, all_of_them=everything)
+
+
+def _find(acc, start, end, threshold, window, chunk):
+  size = accumulator.size(acc)
   num_words = max(_num_words(size, window, c) for c in (CPU_CHUNK, CHUNK, chunk or 1))
 
   def mark(chunk, start, end, threshold, *parts):

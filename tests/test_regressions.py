@@ -8,7 +8,7 @@ import workers as w
 from following import RULES, random_grads
 from jax.sharding import PartitionSpec as P
 
-from exdyna_jax import dense, exdyna, state_specs
+from exdyna_jax import dense, exdyna, selection, state_specs
 
 
 @pytest.mark.parametrize(
@@ -83,3 +83,19 @@ def test_a_mesh_that_is_manual_in_part(rules):
   updates, state = step(state, grads)
   expected, _ = one_axis.step(one_axis.init(params), grads)
   np.testing.assert_array_equal(updates["w"], expected["w"])
+
+
+def test_a_partition_much_longer_than_its_share():
+  """What lies beyond the window that is made for partitions of about equal size is found, too."""
+  n, size, density = 8, 2**20, 0.001
+  assert selection.window_of(size // n) < size
+  tx = exdyna(density, "data", num_workers=n, threshold="paper", initial_threshold=3.0)
+  state = tx.init(jnp.zeros(size))
+  edges = jnp.array([0, *range(1024 - n + 1, 1025)], jnp.int32)  # the first owns all but 7 blocks
+  state = state._replace(boundaries=edges, residual=jnp.zeros(size))
+  grads = np.zeros(size, np.float32)
+  large = np.random.default_rng(0).choice(size, 100, replace=False)
+  grads[large] = 5.0
+  step = jax.vmap(tx.update, axis_name="data", in_axes=(0, None))
+  update, _ = jax.jit(step)(jnp.tile(grads, (n, 1)), state)
+  assert np.flatnonzero(update[0]).tolist() == sorted(large)

@@ -18,9 +18,9 @@ CAPACITY = 500
 METHODS = {"walk": ranks.walk, "look_up": ranks.look_up}
 
 
-@functools.partial(jax.jit, static_argnames=("capacity", "method", "chunk"))
-def select(acc, start, end, threshold, capacity, step=0, method=None, chunk=None):
-  hits = selection.find(accumulator.made(acc), start, end, threshold, chunk=chunk)
+@functools.partial(jax.jit, static_argnames=("capacity", "method", "chunk", "window"))
+def select(acc, start, end, threshold, capacity, step=0, method=None, chunk=None, window=None):
+  hits = selection.find(accumulator.made(acc), start, end, threshold, chunk=chunk, window=window)
   wanted = ranks.strided(jnp.arange(capacity), hits.found, capacity, jnp.int32(step))
   return ranks.take(hits, wanted, method=method), hits.found
 
@@ -52,10 +52,13 @@ def test_equals_flatnonzero(size, ends, threshold, fill, seed):
   elif fill != "normal":
     acc[rng.integers(0, size, size // 20)] = np.nan if fill == "nan" else -np.inf
   want, want_count = expected(acc, start, end, threshold, CAPACITY)
-  ways = ((ranks.walk, None), (ranks.look_up, None), (ranks.look_up, 2048))
-  for method, chunk in ways:
+  # The last two: most ranges are longer than the window.
+  ways = [(ranks.walk, None, None), (ranks.look_up, None, None), (ranks.look_up, 2048, None)]
+  ways += [(ranks.walk, None, 500), (ranks.look_up, None, 500)]
+  for method, chunk, window in ways:
     limits = jnp.int32(start), jnp.int32(end)
-    got, count = select(acc, *limits, np.float32(threshold), CAPACITY, method=method, chunk=chunk)
+    how = {"method": method, "chunk": chunk, "window": window}
+    got, count = select(acc, *limits, np.float32(threshold), CAPACITY, **how)
     assert count == want_count
     np.testing.assert_array_equal(got, want)
 

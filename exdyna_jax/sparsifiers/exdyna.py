@@ -181,7 +181,10 @@ def exdyna(
         if every > 1:
           levels = jnp.append(levels, used.astype(jnp.float32))
         ladder = count(levels, every=every, step=state.step)
-    hits = selection.find(acc, start, end, used)
+    # With one message, all is taken before the residual is overwritten.
+    one_message = capacity_factor is not None and wanted.at is None and not wanted.is_one
+    window = selection.window_of(size // n) if one_message else None
+    hits = selection.find(acc, start, end, used, window=window)
     picked = Selection(
       found=hits.found,
       take=lambda wanted: ranks.take(hits, wanted),
