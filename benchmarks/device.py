@@ -1,9 +1,9 @@
 """Whether selection is right on an accelerator; what it and a step cost, against its memory.
 
 Both ways of `ranks`, and the one for this device at full size, are held against NumPy on fresh
-random data: NaN, Inf, clusters, ties, no hits, empty ranges, ranges up to the end, more hits than
-may be sent (overflows). `walk`, a loop over scalars, gets small vectors only, except on CPUs. The
-exit status is 1 if anything is wrong. Then N = 1e8, float32, the device is one of n workers:
+random data: NaN, Inf, clusters, ties, empty ranges, ranges up to the end, more hits than may be
+sent (overflows). `walk`, a loop over scalars, gets small vectors only, except on CPUs. The exit
+status is 1 if anything is wrong. Then N = 1e8, float32, and the device is one of n workers:
 
 - copy: a donated ``x + 1`` of several sizes; the best bandwidth of them is what counts
 - add: a donated ``residual + gradient`` and an update of zeros, what no step can avoid
@@ -14,7 +14,7 @@ us = microseconds, the median of repetitions in turn, of so many calls each that
 hardly counts. GB/s = bytes that must move over this time: copy 8N, select 4N/n, add and step 16N
 (gradient and residual in, residual and update out). floor us = the time of these bytes at the
 copy's bandwidth, measured in turn with the rest; ratio = us / floor us. temp = temporary memory of
-the compiled program over 4N bytes. hits = what reached the threshold over what should.
+the compiled program over 4N bytes. hits = what reached the threshold over what should, about 1.
 
 Run me, on one GPU or TPU: python benchmarks/device.py [--json FILE] [--repeats N] [--seed SEED]
 For a look, on CPUs too: --scale 0.01, where caches and the starts of calls count, not memory.
@@ -24,7 +24,6 @@ import argparse
 import functools
 import itertools
 import json
-import math
 import pathlib
 import time
 
@@ -39,11 +38,11 @@ from exdyna_jax import accumulator, partition, ranks, selection
 
 SIZE, COPIES = 10**8, (0.5, 1, 2)  # copies of so many times more, too large for any cache
 WORKERS, CAPACITY_FACTOR = (1, 4, 16), 1.25
-DENSITY, THRESHOLD, LOW = 0.001, np.float32(3.29053), np.float32(1)  # of normal numbers
+DENSITY, THRESHOLD, LOW = 0.001, np.float32(3.29053), np.float32(1)  # for normal numbers
 ROUNDS, LONG, MOST_CALLS = 4, 0.05, 200  # of a program; seconds and calls of a repetition
 SIZES, WALKED = (1, 1000, 5000, 3 * selection.CHUNK + 77), 5000  # and the largest one for `walk`
-FILLS = {"normal": 0, "few": 0, "cluster": 5, "nan": math.nan, "infinite": math.inf, "equal": 2.5}
-NEAR = 2000  # elements at most of clusters, and of ranges at the end
+NEAR, LIMIT = 2000, np.float32(2.5)  # elements at most of clusters, and of ranges at the end
+FILLS = {"normal": 0, "cluster": 5, "nan": np.nan, "infinite": np.inf, "equal": LIMIT}
 SLOTS, FIRST, ALLOWED = 500, (0, 300), (7, 450, 2**30)  # of a message; hits that may be sent
 GOLDEN = 2654435769
 
@@ -66,11 +65,6 @@ def pick(acc, start, end, threshold, step, allowed, first, slots, method=None, c
   return ranks.take(hits, wanted, method=method), hits.found
 
 
-@functools.partial(jax.jit, static_argnums=(7, 8, 9))
-def pick_from_parts(parts, *arguments):
-  return pick(accumulator.accumulate(*parts, saturate=True), *arguments)
-
-
 def compare(method, got, want, checks, *case):
   (indices, count), (want_indices, want_count) = jax.device_get(got), want
   checks[method] += 1
@@ -81,31 +75,32 @@ def compare(method, got, want, checks, *case):
 
 def check_cases(rng, on_cpu, checks):
   """Every size with all that may be in it, in both ways and with two sizes of chunks."""
+  add = functools.partial(accumulator.accumulate, saturate=True)
+  pick_in_sum = jax.jit(lambda parts, *rest: pick(add(*parts), *rest), static_argnums=(7, 8, 9))
   for size, fill in itertools.product(SIZES, FILLS):
     near, (low, high) = max(size - rng.integers(1, NEAR), 0), sorted(rng.integers(0, size + 1, 2))
-    places = {"normal": [], "few": [], "cluster": slice(low, low + NEAR), "equal": ...}
+    places = {"normal": [], "cluster": slice(low, low + NEAR), "equal": ...}
     acc = rng.standard_normal(size, np.float32)
     acc[places.get(fill, rng.integers(0, size, size // 20 + 1))] = FILLS[fill]
     acc *= rng.choice(np.float32([-1, 1]), size)
     # Each element is in one of two parts, and the other one is zero there.
     here = rng.random(size, np.float32) < 0.5
     parts = jax.device_put([np.where(where, acc, np.float32(0)) for where in (here, ~here)])
-    threshold = np.float32(9 if fill == "few" else FILLS["equal"])
     methods = (ranks.look_up, ranks.walk)[: 2 if on_cpu or size <= WALKED else 1]
     ranges = ((0, size), (low, high), (high, high), (near, size))
     for limits, allowed in itertools.product(ranges, ALLOWED):
       which = int(rng.integers(2**31 - 1)), allowed, int(rng.choice(FIRST))
-      want = expected(acc, *limits, threshold, *which, SLOTS)
+      want = expected(acc, *limits, LIMIT, *which, SLOTS)
       checks["overflows"] += int(want[1] > allowed)
-      arguments = parts, *np.int32(limits), threshold, *np.int32(which), SLOTS
+      arguments = parts, *np.int32(limits), LIMIT, *np.int32(which), SLOTS
       for method, chunk in itertools.product(methods, (None, selection.ROW_SIZE)):
-        got = pick_from_parts(*arguments, method, chunk)
+        got = pick_in_sum(*arguments, method, chunk)
         compare(method.__name__, got, want, checks, size, fill, limits, which, chunk)
 
 
 def selecting(size, n):
   """``(x, threshold) ->`` the last partition's indices, all hits; its start and slots."""
-  share, slots = -(-size // n), max(math.ceil(CAPACITY_FACTOR * DENSITY * size / n), 1)
+  share, slots = -(-size // n), 1 + int(CAPACITY_FACTOR * DENSITY * size / n)
 
   def select(x, threshold):
     def one(step, carry):
@@ -120,31 +115,31 @@ def selecting(size, n):
 
 
 def steady(size, n):
-  """A `Local` step, and a function that calls it with threshold and partitions held.
+  """A `Local`, and a function that calls it with threshold and partitions held where they are.
 
-  Each entry grows by its constant gradient until it reaches the threshold, and starts anew: in each
-  step, as many do as are wanted. Left alone, the threshold would have to be searched for at times.
+  Each entry grows by its gradient until it reaches the threshold, and starts anew: in each step, as
+  many do as are wanted. Left alone, `Local` would often have to search for its threshold.
   """
   local = Local([(size,)], n, DENSITY)
   local.grads = local.grads[:1] * 2
-  grown = n * jnp.mean(jnp.abs(local.grads[0][0])) / DENSITY * jnp.sign(local.grads[0][0])
-  held = {"threshold": np.float32(jnp.max(grown))}
-  held["boundaries"] = np.asarray(partition.equal_boundaries(local.state.boundaries[-1], n))
-  residual = grown * jax.random.uniform(jax.random.key(0), (size,))
-  local.state = local.state._replace(residual=residual)
+  limit = n * jnp.mean(jnp.abs(local.grads[0][0])) / DENSITY
+  boundaries = partition.equal_boundaries(int(local.state.boundaries[-1]), n)
+  held = {"threshold": np.asarray(limit), "boundaries": np.asarray(boundaries)}
+  grown = jax.random.uniform(jax.random.key(0), (size,)) * limit * jnp.sign(local.grads[0][0])
+  local.state = local.state._replace(residual=grown)
 
   def call():
     memory = local.state.memory
     rule = memory.threshold_rule._replace(lost=np.bool_(False))
-    memory = memory._replace(threshold_rule=rule)
-    local.state = local.state._replace(memory=memory, **held)
+    local.state = local.state._replace(memory=memory._replace(threshold_rule=rule), **held)
     return local()
 
+  for _ in range(n):  # until each partition has had its turn
+    call()
   return local, call
 
 
 def copying(size):
-  """A donated ``x + 1``."""
   x, add = jnp.zeros((size,)), jax.jit(lambda x: x + 1, donate_argnums=0)
   while True:
     x = add(x)
@@ -165,20 +160,19 @@ def timed(contestants, repeats):
   return {name: took / calls[name] for name, took in measure.medians(runs, repeats).items()}
 
 
-def row_of(name, size, seconds, moved, bandwidth, **more):
-  row = {"measure": name, "N": size, "us": seconds * 1e6, "GB/s": moved / seconds / 1e9}
-  return row | {"floor us": moved / bandwidth * 1e6, "ratio": seconds * bandwidth / moved} | more
-
-
 def rows_of(args, rng):
+  def row_of(name, size, seconds, moved, bandwidth, **more):
+    row = {"measure": name, "N": size, "us": seconds * 1e6, "GB/s": moved / seconds / 1e9}
+    return row | {"floor us": moved / bandwidth * 1e6, "ratio": seconds * bandwidth / moved} | more
+
   size, on_cpu = int(args.scale * SIZE), jax.default_backend() == "cpu"
   checks = {"look_up": 0, "walk": 0, "overflows": 0, "wrong": 0}
   check_cases(rng, on_cpu, checks)
   acc = rng.standard_normal(size, np.float32)
   x, selects = jax.device_put(acc), {n: selecting(size, n) for n in WORKERS}
   for (n, (select, start, slots)), limit in itertools.product(selects.items(), (THRESHOLD, LOW)):
-    indices, _ = expected(acc, start, size, limit, ROUNDS * n - 1, slots, 0, slots)
-    want = indices, ROUNDS * np.count_nonzero(np.abs(acc) >= limit)
+    want = expected(acc, start, size, limit, ROUNDS * n - 1, slots, 0, slots)[0]
+    want = want, ROUNDS * np.count_nonzero(np.abs(acc) >= limit)
     compare("walk" if on_cpu else "look_up", select(x, limit), want, checks, size, n, limit)
   yield {"measure": "correctness", **checks}
 
@@ -186,7 +180,8 @@ def rows_of(args, rng):
   seconds = timed(copies | {"add": Floor(size)}, args.repeats)
   best = min(copies, key=lambda length: seconds[length] / length)
   bandwidth, copy = 8 * best / seconds[best], copies[best]
-  yield from (row_of("copy", m, seconds[m], 8 * m, bandwidth) for m in copies)
+  for length in copies:
+    yield row_of("copy", length, seconds[length], 8 * length, bandwidth)
   yield row_of("add", size, seconds["add"], 16 * size, bandwidth)
   del copies
 
