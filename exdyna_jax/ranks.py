@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from .integers import mul_div
-from .selection import BITS, Hits, pack, per_platform
+from .selection import BITS, Hits, pack
 
 GOLDEN = np.uint32(2654435769)  # 2**32 over the golden ratio
 ONE, ONES = np.uint32(1), np.uint32(2**BITS - 1)
@@ -74,7 +74,7 @@ def take(hits: Hits, ranks: Ranks, *, method: Callable[..., jax.Array] | None = 
       lambda: take(window, ranks, method=method),
     )
   wanted = rank_of(ranks)
-  method = method or functools.partial(per_platform, cpu=walk, others=look_up)
+  method = method or functools.partial(lax.platform_dependent, cpu=walk, default=look_up)
   bit = method(hits.words, ranks, wanted)
   moved = bit.astype(jnp.uint32) >= hits.moved_from.astype(jnp.uint32)
   element = hits.start + bit - jnp.where(moved, hits.moved_by, 0)
@@ -150,7 +150,8 @@ def look_up(words: jax.Array, ranks: Ranks, wanted: jax.Array) -> jax.Array:
   leaves = 1 << (words.shape[0] - 1).bit_length()
   levels = [jnp.pad(counts, (0, leaves - words.shape[0]))]
   while levels[-1].shape[0] > 1:
-    levels.append(jnp.sum(levels[-1].reshape(-1, 2), axis=1, dtype=jnp.int32))
+    # Not by a sum over pairs, which a TPU would keep as rows of 128.
+    levels.append(levels[-1][::2] + levels[-1][1::2])
   # A heap: the root is node 1, the children of a node 2 * node and 2 * node + 1.
   tree = jnp.concatenate([jnp.zeros_like(counts[:1]), *levels[::-1]])
 

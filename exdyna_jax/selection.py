@@ -8,7 +8,7 @@ are asked for; see `ranks`.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,10 @@ from .accumulator import Accumulator
 
 BITS = 32  # elements per word of the mask
 ROW_SIZE = BITS * BITS  # elements per row: as many words as a word has bits
-# Elements per step of the loop: on CPUs 512 kB of float32, about an L2 cache; elsewhere enough to
-# make the start of a step cheap.
-CPU_CHUNK = 128 * ROW_SIZE
-CHUNK = 1024 * ROW_SIZE
+# Elements per step of the loop: 512 kB of float32, about an L2 cache, and little of a TPU's memory,
+# where words of 32 are padded to 128; on GPUs enough to make the start of a step cheap.
+CHUNK = 128 * ROW_SIZE
+GPU_CHUNK = 1024 * ROW_SIZE
 
 _BIT = np.uint32(1) << np.arange(BITS, dtype=np.uint32)
 
@@ -100,7 +100,7 @@ def _find_within(acc, start, end, threshold, window, chunk):
 
 def _find(acc, start, end, threshold, window, chunk):
   size = accumulator.size(acc)
-  num_words = max(_num_words(size, window, c) for c in (CPU_CHUNK, CHUNK, chunk or 1))
+  num_words = max(_num_words(size, window, c) for c in (CHUNK, GPU_CHUNK, chunk or 1))
 
   def mark(chunk, start, end, threshold, *parts):
     def keep(words, j, reached):
@@ -153,16 +153,12 @@ def count_reaching(
   return _by_chunk(chunk, count, start, end, levels, jnp.asarray(step), *acc.parts)
 
 
-def per_platform(*args: Any, cpu: Callable[..., Any], others: Callable[..., Any]) -> Any:
-  """``cpu(*args)`` on CPUs, ``others(*args)``, which returns the same, elsewhere."""
-  return lax.platform_dependent(*args, cpu=cpu, default=others)
-
-
 def _by_chunk(chunk, function, *args):
+  """``function(chunk, *args)``, by default with the platform's chunk."""
   if chunk is not None:
     return function(chunk, *args)
-  cpu, others = (functools.partial(function, chunk) for chunk in (CPU_CHUNK, CHUNK))
-  return per_platform(*args, cpu=cpu, others=others)
+  here, on_gpu = (functools.partial(function, chunk) for chunk in (CHUNK, GPU_CHUNK))
+  return lax.platform_dependent(*args, cuda=on_gpu, rocm=on_gpu, default=here)
 
 
 def pack(bits: jax.Array) -> jax.Array:

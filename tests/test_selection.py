@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from exdyna_jax import accumulator, ranks, selection
 from exdyna_jax.integers import mul_div
 
-SIZES = (1, 33, 1000, selection.CPU_CHUNK - 1, selection.CPU_CHUNK, 3 * selection.CPU_CHUNK + 5)
+SIZES = (1, 33, 1000, selection.CHUNK - 1, selection.CHUNK, 3 * selection.CHUNK + 5)
 CAPACITY = 500
 METHODS = {"walk": ranks.walk, "look_up": ranks.look_up}
 
