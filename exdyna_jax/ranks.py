@@ -150,8 +150,7 @@ def look_up(words: jax.Array, ranks: Ranks, wanted: jax.Array) -> jax.Array:
   leaves = 1 << (words.shape[0] - 1).bit_length()
   levels = [jnp.pad(counts, (0, leaves - words.shape[0]))]
   while levels[-1].shape[0] > 1:
-    # Not by a sum over pairs, which a TPU would keep as rows of 128.
-    levels.append(levels[-1][::2] + levels[-1][1::2])
+    levels.append(_sums_of_pairs(levels[-1]))
   # A heap: the root is node 1, the children of a node 2 * node and 2 * node + 1.
   tree = jnp.concatenate([jnp.zeros_like(counts[:1]), *levels[::-1]])
 
@@ -166,6 +165,15 @@ def look_up(words: jax.Array, ranks: Ranks, wanted: jax.Array) -> jax.Array:
   node, rank = lax.fori_loop(0, len(levels) - 1, descend, (jnp.ones_like(rank), rank))
   word = node - leaves
   return word * BITS + _nth_bit(_at(words, word), rank)
+
+
+def _sums_of_pairs(counts: jax.Array) -> jax.Array:
+  # A TPU would keep the pairs as rows of 128.
+  return lax.platform_dependent(
+    counts,
+    tpu=lambda counts: counts[::2] + counts[1::2],
+    default=lambda counts: jnp.sum(counts.reshape(-1, 2), axis=1, dtype=jnp.int32),
+  )
 
 
 def _nth_bit(word: jax.Array, rank: jax.Array) -> jax.Array:
