@@ -99,3 +99,20 @@ def test_a_partition_much_longer_than_its_share():
   step = jax.vmap(tx.update, axis_name="data", in_axes=(0, None))
   update, _ = jax.jit(step)(jnp.tile(grads, (n, 1)), state)
   assert np.flatnonzero(update[0]).tolist() == sorted(large)
+
+
+@pytest.mark.filterwarnings("error")
+def test_wide_gradients_with_a_narrow_residual_warn_of_nothing():
+  with jax.enable_x64(True):
+    tx, grads = exdyna(0.1, "data"), jnp.ones((1, 64), jnp.float64)
+    state = jax.vmap(lambda g: tx.init(g), axis_name="data")(grads)
+    update, _ = jax.vmap(tx.update, axis_name="data")(grads, state)
+  assert update.dtype == jnp.float64 and np.isfinite(update).all()
+
+
+def test_skipping_makes_no_nan_for_the_debugger_to_find():
+  tx, grads = exdyna(0.1, "data"), jnp.ones((2, 64)).at[0, 3].set(jnp.inf)
+  state = jax.vmap(lambda g: tx.init(g), axis_name="data")(grads)
+  with jax.debug_nans(True):
+    _, state = jax.vmap(tx.update, axis_name="data")(grads, state)
+  assert state.stats.skipped.tolist() == [1, 1]
