@@ -121,7 +121,7 @@ def steady(size, n):
   many do as are wanted. Left alone, `Local` would often have to search for its threshold.
   """
   local = Local([(size,)], n, DENSITY)
-  local.grads = local.grads[:1] * 2
+  local.grads = local.grads[:1] * len(local.grads)
   limit = n * jnp.mean(jnp.abs(local.grads[0][0])) / DENSITY
   boundaries = partition.equal_boundaries(int(local.state.boundaries[-1]), n)
   held = {"threshold": np.asarray(limit), "boundaries": np.asarray(boundaries)}
@@ -201,7 +201,7 @@ def rows_of(args, rng):
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--json", type=pathlib.Path, help="write the rows here, as they come")
-  parser.add_argument("--repeats", type=int, default=20)
+  parser.add_argument("--repeats", type=int, default=20, help="of each measurement, default 20")
   parser.add_argument("--scale", type=float, default=1.0, help="of the sizes that are timed")
   parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32, help="of the data")
   args, rows, start = parser.parse_args(), [], time.perf_counter()

@@ -43,6 +43,9 @@ def main(measure: Callable[[argparse.Namespace], list[dict]], parser: argparse.A
   """Runs ``measure(args)`` in a process per kind of malloc; prints its rows, writes ``--json``."""
   parser.add_argument("--json", type=pathlib.Path, help="write the rows here")
   parser.add_argument("--malloc", choices=("both", "default", "tuned"), default="both")
+  parser.add_argument("--repeats", type=int, default=30, help="of each measurement, default 30")
+  scale = "of all sizes, default 1; at small ones caches and the start of programs decide"
+  parser.add_argument("--scale", type=float, default=1.0, help=scale)
   args = parser.parse_args()
   if args.malloc == "both":
     rows = [row for malloc in ("default", "tuned") for row in _in_a_process(malloc)]
@@ -75,5 +78,5 @@ def print_table(rows: list[dict]) -> None:
 
 def _text(value) -> str:
   if isinstance(value, float):
-    return f"{value:.2f}"
-  return f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:.3g}"
+  return f"{value:,}" if isinstance(value, int) else str(value or "")

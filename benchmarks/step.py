@@ -178,8 +178,6 @@ def run(args):
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--repeats", type=int, default=30)
-  parser.add_argument("--scale", type=float, default=1.0, help="of all sizes")
   jax.config.update("jax_num_cpu_devices", WORKERS)
   measure.main(run, parser)
 

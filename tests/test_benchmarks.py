@@ -4,6 +4,7 @@ import importlib
 import json
 
 import control
+import device
 import inputs
 import numpy as np
 import pytest
@@ -42,3 +43,13 @@ def test_costs_are_measured(name, tmp_path, monkeypatch, capsys):
   rows = json.loads(table.read_text())
   assert len(rows) >= 6 and all(row["ratio"] > 0 for row in rows)
   assert rows[0]["measure"] in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_device_finds_nothing_wrong(tmp_path, monkeypatch):
+  table = tmp_path / "rows.json"
+  arguments = ["device.py", "--scale", "0.0002", "--repeats", "2", "--json", str(table)]
+  monkeypatch.setattr("sys.argv", arguments)
+  device.main()
+  rows = json.loads(table.read_text())
+  assert rows[0]["wrong"] == 0 and {"select", "step"} <= {row["measure"] for row in rows}
