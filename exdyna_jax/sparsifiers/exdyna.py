@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .. import accumulator, checks, ranks, selection
+from .. import accumulator, checks, exclusive
 from ..accumulator import Accumulator
+from ..algorithm import Algorithm, Outcome, Selection
 from ..blocks import WORD, Blocks, element_range, even_blocks, paper_blocks
-from ..density import parse_density, target_at
 from ..partition import (
   balanced_boundaries,
   block_counts,
@@ -21,17 +21,9 @@ from ..partition import (
   paper_boundaries,
 )
 from ..state import State
-from ..threshold import (
-  RULES,
-  Memory,
-  anchored,
-  as_threshold,
-  fresh_memory,
-  levels_around,
-  sample_every,
-)
-from ..transform import Algorithm, Outcome, Selection, sparsifier
-from ..varying import AxisName, psum
+from ..threshold import Memory
+from ..transform import Options, sparsifier
+from ..varying import AxisName
 
 _PARTITIONS = ("paper", "balanced")
 
@@ -137,15 +129,9 @@ def exdyna(
     Yoon and Oh, `Preserving Near-Optimal Gradient Sparsification Cost for Scalable Distributed
     Deep Learning <https://arxiv.org/abs/2402.13781>`_, CCGrid 2024.
   """
-  hint = " A number goes into initial_threshold."
-  checks.check_choice("threshold", threshold, tuple(RULES), hint)
   checks.check_choice("partition", partition, _PARTITIONS)
-  given = checks.check_positive(
-    "initial_threshold", initial_threshold, "chosen by the threshold rule"
-  )
   num_blocks = checks.check_count("num_blocks", num_blocks)
-  wanted = parse_density(density)
-  rule = RULES[threshold]
+  mode = exclusive.online(density, threshold, initial_threshold, axis_name)
   balanced = partition == "balanced"
 
   def cut(size: int, n: int) -> Blocks:
@@ -155,59 +141,25 @@ def exdyna(
 
   def init(size: int, n: int) -> tuple[jax.Array, jax.Array, _Memory]:
     blocks = cut(size, n)
-    first = given or rule.first(target_at(wanted, jnp.int32(0), size))
-    # At density 1 everything qualifies, for ever.
-    first = as_threshold(0.0 if wanted.is_one else first)
+    first, rule_memory = exclusive.first(mode, size)
     loads = jnp.full((blocks.num_blocks if balanced else 0,), 1 / max(blocks.num_blocks, 1))
-    memory = _Memory(fresh_memory(lost=given is None), loads.astype(jnp.float32))
+    memory = _Memory(rule_memory, loads.astype(jnp.float32))
     return first, equal_boundaries(blocks.num_blocks, n), memory
 
   def select(acc: Accumulator, state: State, rank: jax.Array) -> Selection:
     size, n = accumulator.size(acc), state.boundaries.shape[0] - 1
     mine = owned_partition(state.step, rank, n)
     start, end = element_range(cut(size, n), state.boundaries, mine)
-
-    def count(levels, **sample):
-      return selection.count_reaching(acc, start, end, levels, **sample)
-
-    used, ladder = state.threshold, jnp.zeros((0,), jnp.int32)
-    if not wanted.is_one:
-      k = target_at(wanted, state.step, size)
-      used = rule.use(used, state.memory.threshold_rule, lambda x: psum(count(x), axis_name), k)
-      used = jnp.where(k < size, used, 0.0)
-      if rule.wants_ladder:
-        every = sample_every(size // n)
-        levels = levels_around(used)
-        if every > 1:
-          levels = jnp.append(levels, used.astype(jnp.float32))
-        ladder = count(levels, every=every, step=state.step)
-    hits = selection.find(acc, start, end, used)
-    picked = Selection(
-      found=hits.count,
-      take=lambda wanted: ranks.take(hits, wanted),
-      threshold=used,
-      signal=ladder,
-      sums=0 if wanted.is_one else rule.sums,
-    )
-    # The original never sends nothing, and the mode that replays it does the same.
-    return _at_least_one(picked, start, end, state.step, size) if threshold == "paper" else picked
+    return exclusive.select(mode, acc, state, state.memory.threshold_rule, start, end)
 
   def observe(indices: jax.Array, size: int, n: int) -> jax.Array:
     return block_counts(indices, cut(size, n)) if balanced else jnp.zeros((0,))
 
   def adapt(state: State, outcome: Outcome) -> tuple[jax.Array, jax.Array, _Memory]:
     size, n = state.residual.shape[0], outcome.counts.shape[0]
-    follow, memory = state.threshold, state.memory
-    if not wanted.is_one:
-      k, next_k = (target_at(wanted, state.step + ahead, size) for ahead in (0, 1))
-      selected = jnp.sum(outcome.counts, dtype=jnp.int32)
-      # Where a schedule asks for everything, the threshold is only put aside.
-      used = jnp.where(k < size, outcome.threshold, state.threshold)
-      ladder = outcome.signal
-      if sample_every(size // n) > 1 and rule.wants_ladder:
-        ladder = anchored(ladder, selected)
-      follow, rule_memory = rule.adapt(used, memory.threshold_rule, selected, ladder, k, next_k)
-      memory = memory._replace(threshold_rule=rule_memory)
+    memory = state.memory
+    follow, rule_memory = exclusive.follow(mode, state, memory.threshold_rule, outcome)
+    memory = memory._replace(threshold_rule=rule_memory)
     counts, sent = (by_partition(x, state.step) for x in (outcome.counts, outcome.sent))
     if not balanced:
       return follow, paper_boundaries(state.boundaries, counts, cut(size, n)), memory
@@ -219,26 +171,6 @@ def exdyna(
     loads = expected_loads(memory.loads, outcome.seen, counts, sent, state.boundaries)
     return follow, balanced_boundaries(loads, n), memory._replace(loads=loads)
 
-  return sparsifier(
-    Algorithm(init, select, observe, adapt),
-    wanted,
-    axis_name,
-    num_workers=num_workers,
-    capacity_factor=capacity_factor,
-    residual_dtype=residual_dtype,
-    nonfinite=nonfinite,
-  )
-
-
-def _at_least_one(
-  picked: Selection, start: jax.Array, end: jax.Array, step: jax.Array, size: int
-) -> Selection:
-  """The original's fallback: a worker that finds nothing sends one index, whatever its value."""
-  length = end - start
-  alone = (picked.found == 0) & (length > 0)
-  index = start + step % jnp.maximum(length, 1)
-
-  def take(ranks):
-    return jnp.where(alone, jnp.where(ranks.slots == 0, index, size), picked.take(ranks))
-
-  return picked._replace(found=jnp.where(alone, 1, picked.found), take=take)
+  algorithm = Algorithm(select, init, observe, adapt)
+  options = Options(num_workers, capacity_factor, residual_dtype, nonfinite)
+  return sparsifier(algorithm, mode.density, axis_name, options)
