@@ -44,6 +44,11 @@ def read(acc: Accumulator, start: jax.Array, length: int) -> jax.Array:
   return acc.combine(*(lax.dynamic_slice(part, (start,), (length,)) for part in acc.parts))
 
 
+def at(acc: Accumulator, indices: jax.Array) -> jax.Array:
+  """The elements at ``indices``, int32 ``[m]``, which must lie within the vector."""
+  return acc.combine(*(part.at[indices].get(mode="promise_in_bounds") for part in acc.parts))
+
+
 def whole(acc: Accumulator) -> jax.Array:
   """All elements, as an array."""
   return acc.combine(*acc.parts)

@@ -5,11 +5,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .accumulator import Accumulator
 from .ranks import Ranks
 from .state import State
 from .threshold import as_threshold
+
+
+NO_SIGNAL = np.zeros(0, np.int32)
 
 
 class Selection(NamedTuple):
@@ -19,7 +23,8 @@ class Selection(NamedTuple):
   take: Callable[[Ranks], jax.Array]  # the indices of these hits, int32 [m]; N in empty slots
   # The threshold used, agreed. None: each worker has its own, the first number of its signal.
   threshold: jax.Array | None
-  signal: jax.Array  # int32 [m], the algorithm's own numbers, for `Algorithm.adapt`
+  # int32 [m], the algorithm's own numbers, for `Algorithm.adapt`
+  signal: jax.Array | np.ndarray = NO_SIGNAL
   sums: int = 0  # how many numbers were summed over the workers in order to select
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .density import Density, target_at, target_count
@@ -45,7 +46,7 @@ class Agreed(NamedTuple):
 
   counts: jax.Array  # int32 [n], true counts, also above the capacity; 0 unless finite
   finite: jax.Array  # bool [], no worker has seen a NaN or an Inf
-  signals: jax.Array  # int32 [n, m], what the algorithm of each worker sends in the header
+  signals: jax.Array  # int32 [n, m], what each worker's algorithm sends in the header
   indices: jax.Array  # int32 [n * slots], N in empty slots, and everywhere unless finite
 
 
@@ -87,7 +88,7 @@ def _ladder(first: int, most: int) -> tuple[int, ...]:
 def gather_first(
   count: jax.Array,
   finite: jax.Array,
-  signal: jax.Array,
+  signal: jax.Array | np.ndarray,
   indices: jax.Array,
   size: int,
   axis_name: AxisName,

@@ -1,5 +1,6 @@
 """Selection in a range of one's own, by one threshold for all workers that follows the density."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -92,7 +93,7 @@ def select(
   hits = selection.find(acc, start, end, used)
   picked = Selection(
     found=hits.count,
-    take=lambda wanted: ranks.take(hits, wanted),
+    take=functools.partial(ranks.take, hits),
     threshold=used,
     signal=ladder,
     sums=0 if mode.density.is_one else mode.rule.sums,

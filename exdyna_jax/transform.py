@@ -13,8 +13,10 @@ from jax import lax
 from . import accumulator, checks, exchange, flat
 from .algorithm import Algorithm, Outcome
 from .density import Density
+from .integers import from_bits
 from .ranks import strided
 from .state import State, Stats, check_state, empty_stats
+from .threshold import as_threshold
 from .varying import (
   AxisName,
   axis_tuple,
@@ -142,8 +144,8 @@ def sparsifier(
     # Adapt. A skipped step leaves everything but the statistics as it was.
     used = picked.threshold
     if used is None:
-      own = lax.bitcast_convert_type(agreed.signals[:, 0], jnp.float32)
-      used = jnp.where(agreed.finite, jnp.mean(own), state.threshold).astype(state.threshold.dtype)
+      used = as_threshold(jnp.mean(from_bits(agreed.signals[:, 0])))
+      used = jnp.where(agreed.finite, used, state.threshold)
     outcome = Outcome(used, counts, sent, agreed.signals, seen)
     threshold, boundaries, memory = algorithm.adapt(state, outcome)
     step = optax.safe_increment(state.step)
