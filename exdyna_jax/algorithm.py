@@ -12,7 +12,6 @@ from .ranks import Ranks
 from .state import State
 from .threshold import as_threshold
 
-
 NO_SIGNAL = np.zeros(0, np.int32)
 
 

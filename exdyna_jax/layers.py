@@ -51,19 +51,20 @@ def shares(norms: jax.Array, pieces: Pieces, k: int | jax.Array) -> jax.Array:
   and at most all.
   """
   order = jnp.argsort(-norms, stable=True)
+  ordered = norms[order]
+  # Summed from the end, not subtracted from the start: the last piece gets all that is left.
+  parts = jnp.where(ordered > 0, ordered / lax.cumsum(ordered, reverse=True), 0.0)
 
-  def share(left, piece):
-    left_k, left_norm = left
-    norm, size = piece
-    wanted = jnp.where(left_norm > 0, left_k * norm / left_norm, 0.0)
+  def share(left_k, piece):
+    part, size = piece
+    wanted = left_k * part
     k_piece = jnp.where(wanted < size, wanted, size).astype(jnp.int32)
     k_piece = jnp.clip(k_piece, 1, size)
-    return (left_k - k_piece, left_norm - norm), k_piece
+    return left_k - k_piece, k_piece
 
-  total = jnp.sum(norms)
-  start = (jnp.zeros_like(total) + k, total)
-  _, ordered = lax.scan(share, start, (norms[order], jnp.asarray(pieces.sizes)[order]))
-  return jnp.zeros_like(ordered).at[order].set(ordered)
+  start = jnp.zeros_like(norms, jnp.int32, shape=()) + k
+  _, counts = lax.scan(share, start, (parts, jnp.asarray(pieces.sizes)[order]))
+  return jnp.zeros_like(counts).at[order].set(counts)
 
 
 def bins(counts: jax.Array, pieces: Pieces, num_workers: int) -> jax.Array:
