@@ -114,18 +114,21 @@ def sidco(
     return Selection(hits.count, take, threshold=None, signal=as_bits(used))
 
   def adapt(state: State, outcome: Outcome) -> tuple[jax.Array, jax.Array, _Memory]:
-    memory, n = state.memory, outcome.counts.shape[0]
+    new, n = state.memory, outcome.counts.shape[0]
+    total = jnp.sum(outcome.counts, dtype=jnp.int32)
     if adaptive:
       k = target_at(wanted, state.step, state.residual.shape[0])
-      total = jnp.sum(outcome.counts, dtype=jnp.int32)
-      achieved = memory.achieved + total / (n * jnp.asarray(k, jnp.float32))
+      achieved = new.achieved + total / (n * jnp.asarray(k, jnp.float32))
       mean, due = achieved / WINDOW, (state.step + 1) % WINDOW == 0
       change = jnp.where(mean < TOO_FEW, 1, jnp.where(mean > TOO_MANY, -1, 0))
-      stages = jnp.clip(memory.stages + jnp.where(due, change, 0), 1, most)
+      stages = jnp.clip(new.stages + jnp.where(due, change, 0), 1, most)
       new = _Memory(stages.astype(jnp.int32), jnp.where(due, 0.0, achieved))
-      # Steps in which all is zero say nothing.
-      memory = jax.tree.map(lambda new, old: jnp.where(total > 0, new, old), new, memory)
-    return outcome.threshold, state.boundaries, memory
+    # Steps in which all is zero say nothing.
+    old = (state.threshold, state.memory)
+    new = jax.tree.map(
+      lambda new, old: jnp.where(total > 0, new, old), (outcome.threshold, new), old
+    )
+    return new[0], state.boundaries, new[1]
 
   algorithm = Algorithm(select, init, adapt=adapt, picks="overlapping")
   options = Options(num_workers, capacity_factor, residual_dtype, nonfinite)
