@@ -7,6 +7,28 @@
 - `state_specs`: how the state lies on a mesh
 - `get_stats`: what the last step did; `Stats` says what its fields mean
 - `State`: the state of all of them
+
+A step of data-parallel training, with any of them in front of any optimizer:
+
+  >>> import jax, jax.numpy as jnp, optax
+  >>> from jax.sharding import PartitionSpec as P
+  >>> from exdyna_jax import exdyna, get_stats, local_params, state_specs
+  >>> mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
+  >>> params = {"w": jnp.zeros(1000)}
+  >>> tx = optax.chain(exdyna(density=0.01, axis_name="data", num_workers=1), optax.sgd(0.1))
+  >>> opt_state = tx.init(params)
+  >>> specs = state_specs(opt_state, "data")
+  >>> def train_step(params, opt_state, target):
+  ...   loss = lambda p: jnp.sum((p["w"] - target) ** 2)
+  ...   grads = jax.grad(loss)(local_params(params, "data"))
+  ...   updates, opt_state = tx.update(grads, opt_state, params)
+  ...   return optax.apply_updates(params, updates), opt_state
+  >>> step = jax.jit(jax.shard_map(train_step, mesh=mesh,
+  ...                              in_specs=(P(), specs, P("data")), out_specs=(P(), specs)))
+  >>> target = jax.random.normal(jax.random.key(0), (1000,))
+  >>> params, opt_state = step(params, opt_state, target)
+  >>> int(jnp.sum(params["w"] != 0)), int(get_stats(opt_state).selected)
+  (10, 10)
 """
 
 from importlib.metadata import version as _version

@@ -10,22 +10,12 @@ import optax
 from .. import accumulator, checks, exclusive
 from ..accumulator import Accumulator
 from ..algorithm import Algorithm, Outcome, Selection
-from ..blocks import WORD, Blocks, element_range, even_blocks, paper_blocks
-from ..partition import (
-  balanced_boundaries,
-  block_counts,
-  by_partition,
-  equal_boundaries,
-  expected_loads,
-  owned_partition,
-  paper_boundaries,
-)
+from ..blocks import element_range
+from ..partition import RULES, by_partition, equal_boundaries, owned_partition
 from ..state import State
 from ..threshold import Memory
 from ..transform import Options, sparsifier
 from ..varying import AxisName
-
-_PARTITIONS = ("paper", "balanced")
 
 
 class _Memory(NamedTuple):
@@ -105,71 +95,46 @@ def exdyna(
       are already summed, or another model's or mesh's state (at trace time).
 
   Example:
-    >>> import jax, jax.numpy as jnp, optax
-    >>> from jax.sharding import PartitionSpec as P
-    >>> from exdyna_jax import exdyna, get_stats, local_params, state_specs
-    >>> mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
-    >>> params = {"w": jnp.zeros(1000)}
-    >>> tx = optax.chain(exdyna(density=0.01, axis_name="data", num_workers=1), optax.sgd(0.1))
-    >>> opt_state = tx.init(params)
-    >>> specs = state_specs(opt_state, "data")
-    >>> def train_step(params, opt_state, target):
-    ...   loss = lambda p: jnp.sum((p["w"] - target) ** 2)
-    ...   grads = jax.grad(loss)(local_params(params, "data"))
-    ...   updates, opt_state = tx.update(grads, opt_state, params)
-    ...   return optax.apply_updates(params, updates), opt_state
-    >>> step = jax.jit(jax.shard_map(train_step, mesh=mesh,
-    ...                              in_specs=(P(), specs, P("data")), out_specs=(P(), specs)))
-    >>> target = jax.random.normal(jax.random.key(0), (1000,))
-    >>> params, opt_state = step(params, opt_state, target)
-    >>> int(jnp.sum(params["w"] != 0)), int(get_stats(opt_state).selected)
-    (10, 10)
+    >>> import jax, jax.numpy as jnp
+    >>> tx = exdyna(density=0.01, axis_name="data")
+    >>> grads = jax.random.normal(jax.random.key(0), (2, 1000))  # a row per worker
+    >>> update = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")(grads)
+    >>> [int(x) for x in jnp.sum(update != 0, axis=1)]
+    [10, 10]
 
   References:
     Yoon and Oh, `Preserving Near-Optimal Gradient Sparsification Cost for Scalable Distributed
     Deep Learning <https://arxiv.org/abs/2402.13781>`_, CCGrid 2024.
   """
-  checks.check_choice("partition", partition, _PARTITIONS)
+  checks.check_choice("partition", partition, tuple(RULES))
   num_blocks = checks.check_count("num_blocks", num_blocks)
   mode = exclusive.online(density, threshold, initial_threshold, axis_name)
-  balanced = partition == "balanced"
-
-  def cut(size: int, n: int) -> Blocks:
-    if not balanced and size >= WORD * num_blocks:
-      return paper_blocks(size, num_blocks)
-    return even_blocks(size, n, num_blocks)
+  rule = RULES[partition]
 
   def init(size: int, n: int) -> tuple[jax.Array, jax.Array, _Memory]:
-    blocks = cut(size, n)
+    blocks = rule.cut(size, n, num_blocks)
     first, rule_memory = exclusive.first(mode, size)
-    loads = jnp.full((blocks.num_blocks if balanced else 0,), 1 / max(blocks.num_blocks, 1))
-    memory = _Memory(rule_memory, loads.astype(jnp.float32))
+    memory = _Memory(rule_memory, rule.first(blocks))
     return first, equal_boundaries(blocks.num_blocks, n), memory
 
   def select(acc: Accumulator, state: State, rank: jax.Array) -> Selection:
     size, n = accumulator.size(acc), state.boundaries.shape[0] - 1
     mine = owned_partition(state.step, rank, n)
-    start, end = element_range(cut(size, n), state.boundaries, mine)
+    start, end = element_range(rule.cut(size, n, num_blocks), state.boundaries, mine)
     return exclusive.select(mode, acc, state, state.memory.threshold_rule, start, end)
 
   def observe(indices: jax.Array, size: int, n: int) -> jax.Array:
-    return block_counts(indices, cut(size, n)) if balanced else jnp.zeros((0,))
+    return rule.observe(indices, rule.cut(size, n, num_blocks))
 
   def adapt(state: State, outcome: Outcome) -> tuple[jax.Array, jax.Array, _Memory]:
     size, n = state.residual.shape[0], outcome.counts.shape[0]
-    memory = state.memory
-    follow, rule_memory = exclusive.follow(mode, state, memory.threshold_rule, outcome)
-    memory = memory._replace(threshold_rule=rule_memory)
+    follow, rule_memory = exclusive.follow(mode, state, state.memory.threshold_rule, outcome)
     counts, sent = (by_partition(x, state.step) for x in (outcome.counts, outcome.sent))
-    if not balanced:
-      return follow, paper_boundaries(state.boundaries, counts, cut(size, n)), memory
-    if memory.loads.shape != outcome.seen.shape:
-      raise ValueError(
-        f"the state was made for {memory.loads.shape[0]} blocks, but num_blocks={num_blocks} makes"
-        f" {outcome.seen.shape[0]}. Keep num_blocks, or make the state anew with init."
-      )
-    loads = expected_loads(memory.loads, outcome.seen, counts, sent, state.boundaries)
-    return follow, balanced_boundaries(loads, n), memory._replace(loads=loads)
+    blocks = rule.cut(size, n, num_blocks)
+    boundaries, loads = rule.adapt(
+      state.boundaries, state.memory.loads, outcome.seen, counts, sent, blocks
+    )
+    return follow, boundaries, _Memory(rule_memory, loads)
 
   algorithm = Algorithm(select, init, observe, adapt)
   options = Options(num_workers, capacity_factor, residual_dtype, nonfinite)
