@@ -170,6 +170,16 @@ def test_state_lies_on_the_mesh(name):
 
 
 @every
+def test_several_axes_are_one_group_of_workers(name):
+  axes = ("a", "b")
+  tx = FAMILY[name](DENSITY, axes, num_workers=N_WORKERS)
+  step, specs = w.sharded_step(tx, w.mesh_of(N_WORKERS, axes, (2, 2)), PARAMS, axis=axes)
+  state = jax.eval_shape(tx.init, PARAMS)
+  assert specs.residual == P(axes)
+  assert jax.eval_shape(step, state, gradients(0, N_WORKERS))[1] == state
+
+
+@every
 def test_errors(name):
   make = FAMILY[name]
   if name != "dense":

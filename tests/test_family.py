@@ -93,6 +93,15 @@ def test_sage_finds_its_density_from_far_away():
     assert (counts > 0.1 * K).all() and (counts < 10 * K).all()
 
 
+def test_sage_forgets_a_sample_of_nan():
+  workers = compiled("sage", N_WORKERS, "vmap", nonfinite="propagate")
+  state = workers.init(PARAMS)
+  _, state = workers.step(state, gradients(0, N_WORKERS))
+  _, after = workers.step(state, gradients(1, N_WORKERS, np.nan))
+  np.testing.assert_array_equal(after.memory.means, state.memory.means)
+  assert np.isfinite(after.memory.thresholds).all() and np.isfinite(after.threshold).all()
+
+
 @pytest.mark.parametrize("fit", ["exponential", "generalized_pareto"])
 @pytest.mark.parametrize("stages", [1, 3, "adaptive"])
 def test_sidco(fit, stages):
@@ -129,7 +138,7 @@ def test_random_k_is_fair_and_follows_its_seed():
   steps, size = 300, 10
   drawn = {}
   for seed in (0, 0, 1):
-    tx = random_k(0.3, w.AXIS, num_workers=1, seed=seed)
+    tx = random_k(0.6, w.AXIS, num_workers=1, seed=seed)
 
     def draw(_, tx=tx):
       def step(state, _):
@@ -139,9 +148,9 @@ def test_random_k_is_fair_and_follows_its_seed():
       return jax.lax.scan(step, tx.init(jnp.ones(size)), None, steps)[1]
 
     sent = np.asarray(jax.vmap(draw, axis_name=w.AXIS)(jnp.arange(1)))[0]
-    assert (sent.sum(axis=1) == 3).all()
-    # Each is drawn in 90 of 300 steps, give or take 8.
-    assert (np.abs(sent.sum(axis=0) - 0.3 * steps) < 4 * np.sqrt(0.3 * 0.7 * steps)).all()
+    assert (sent.sum(axis=1) == 6).all()
+    # Each is drawn in 180 of 300 steps, give or take 8.
+    assert (np.abs(sent.sum(axis=0) - 0.6 * steps) < 4 * np.sqrt(0.6 * 0.4 * steps)).all()
     np.testing.assert_array_equal(drawn.setdefault(seed, sent), sent)
   assert (drawn[0] != drawn[1]).any()
 
