@@ -158,11 +158,6 @@ def _equal_loads(blocks):
 
 
 def _balanced_adapt(boundaries, loads, observed, counts, sent, blocks):
-  if loads.shape != observed.shape:
-    raise ValueError(
-      f"the state was made for {loads.shape[0]} blocks, but num_blocks makes"
-      f" {blocks.num_blocks}. Keep num_blocks, or make the state anew with init."
-    )
   loads = expected_loads(loads, observed, counts, sent, boundaries)
   return balanced_boundaries(loads, counts.shape[0]), loads
 

@@ -130,10 +130,13 @@ def exdyna(
     size, n = state.residual.shape[0], outcome.counts.shape[0]
     follow, rule_memory = exclusive.follow(mode, state, state.memory.threshold_rule, outcome)
     counts, sent = (by_partition(x, state.step) for x in (outcome.counts, outcome.sent))
-    blocks = rule.cut(size, n, num_blocks)
-    boundaries, loads = rule.adapt(
-      state.boundaries, state.memory.loads, outcome.seen, counts, sent, blocks
-    )
+    blocks, loads = rule.cut(size, n, num_blocks), state.memory.loads
+    if loads.shape != rule.first(blocks).shape:
+      raise ValueError(
+        f"the state was made for {loads.shape[0]} blocks, but num_blocks={num_blocks} makes"
+        f" {blocks.num_blocks}. Keep num_blocks, or make the state anew with init."
+      )
+    boundaries, loads = rule.adapt(state.boundaries, loads, outcome.seen, counts, sent, blocks)
     return follow, boundaries, _Memory(rule_memory, loads)
 
   algorithm = Algorithm(select, init, observe, adapt)
