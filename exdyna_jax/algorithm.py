@@ -1,7 +1,7 @@
 """What an algorithm is: a small bundle of pure functions that `transform` drives."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +63,6 @@ class Algorithm(NamedTuple):
   # "exclusive": no index is picked by two workers; about k / n each.
   # "overlapping": workers pick about k each and may pick the same.
   # "common": `take` returns the same on all workers, so that indices need not be gathered.
-  picks: str = "exclusive"
+  picks: Literal["exclusive", "overlapping", "common"] = "exclusive"
   # how many numbers `take` sums over the workers for each slot
   sums_per_slot: int = 0

@@ -56,12 +56,20 @@ def capacity_of(k: int, size: int, sharers: int, factor: float | None) -> int:
   return max(math.ceil(min(share, size)), 1)
 
 
-def plan(density: Density, factor: float | None, step: jax.Array, size: int, sharers: int) -> Plan:
+def plan(
+  density: Density,
+  factor: float | None,
+  step: jax.Array,
+  size: int,
+  num_workers: int,
+  *,
+  exclusive: bool = True,
+) -> Plan:
   """The messages for a density and a capacity factor, see `exdyna`.
 
-  ``sharers`` of which each picks an equal share of the k indices: all n workers, or 1 if each
-  worker picks k.
+  With ``exclusive`` picks, each worker has an equal share of the k indices; else it has k.
   """
+  sharers = num_workers if exclusive else 1
   low, high = (
     capacity_of(target_count(d, size), size, sharers, factor)
     for d in (density.lowest, density.highest)
@@ -69,7 +77,7 @@ def plan(density: Density, factor: float | None, step: jax.Array, size: int, sha
   # At density 1 all is wanted, so nothing may stay behind.
   if factor is None or density.is_one:
     # Sized for an equal share of the vector: more would take memory, and is rarely needed.
-    return Plan(size, _ladder(low, -(-size // sharers)))
+    return Plan(size, _ladder(low, -(-size // num_workers)))
   if density.at is None:
     return Plan(low, (low,))
   k = target_at(density, step, size)

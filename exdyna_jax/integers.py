@@ -30,6 +30,13 @@ def mul_div(
   return quotient + more + (remainder >= c).astype(jnp.int32) - (remainder < 0).astype(jnp.int32)
 
 
+def saturated_sum(counts: jax.Array) -> jax.Array:
+  """Sum of int32 ``[n]`` that are not negative; the largest int32 where it would be more."""
+  most = jnp.iinfo(jnp.int32).max
+  fits = jnp.sum(counts, dtype=jnp.float32) < most
+  return jnp.where(fits, jnp.sum(counts, dtype=jnp.int32), most)
+
+
 def as_bits(*numbers: jax.Array) -> jax.Array:
   """Scalars as float32, bit for bit in int32 ``[m]``."""
   return jax.lax.bitcast_convert_type(jnp.stack(numbers).astype(jnp.float32), jnp.int32)

@@ -13,7 +13,7 @@ from jax import lax
 from . import accumulator, checks, exchange, flat
 from .algorithm import Algorithm, Outcome
 from .density import Density
-from .integers import from_bits
+from .integers import from_bits, saturated_sum
 from .ranks import strided
 from .state import State, Stats, check_state, empty_stats
 from .threshold import as_threshold
@@ -88,8 +88,9 @@ def sparsifier(
 
     # Select.
     picked = algorithm.select(acc, state, lax.axis_index(axis_tuple(axis_name)))
-    sharers = n if algorithm.picks == "exclusive" else 1
-    plan = exchange.plan(density, capacity_factor, state.step, size, sharers)
+    plan = exchange.plan(
+      density, capacity_factor, state.step, size, n, exclusive=algorithm.picks == "exclusive"
+    )
 
     def mine_in(slots):
       return picked.take(strided(slots, picked.found, plan.allowed, state.step))
@@ -187,7 +188,8 @@ def _stats(
   bytes_sent: jax.Array | float,
 ) -> Stats:
   counts = outcome.counts
-  total = jnp.sum(counts, dtype=jnp.int32)
+  # Not an int32: where workers pick the same, the sum of their counts may exceed its range.
+  total = jnp.sum(counts, dtype=jnp.float32)
   padding = counts.shape[0] * jnp.max(counts).astype(jnp.float32) / jnp.maximum(total, 1)
   return Stats(
     density=selected.astype(jnp.float32) / size,
@@ -195,7 +197,7 @@ def _stats(
     counts=counts,
     threshold_used=outcome.threshold,
     padding_ratio=jnp.where(total > 0, padding, 1.0),
-    overflow=jnp.sum(counts - outcome.sent, dtype=jnp.int32),
+    overflow=saturated_sum(counts - outcome.sent),
     skipped=skipped,
     bytes_sent=jnp.asarray(bytes_sent, jnp.float32),
   )

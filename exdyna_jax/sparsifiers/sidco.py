@@ -115,7 +115,7 @@ def sidco(
 
   def adapt(state: State, outcome: Outcome) -> tuple[jax.Array, jax.Array, _Memory]:
     new, n = state.memory, outcome.counts.shape[0]
-    total = jnp.sum(outcome.counts, dtype=jnp.int32)
+    total = jnp.sum(outcome.counts, dtype=jnp.float32)
     if adaptive:
       k = target_at(wanted, state.step, state.residual.shape[0])
       achieved = new.achieved + total / (n * jnp.asarray(k, jnp.float32))
