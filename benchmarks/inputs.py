@@ -50,13 +50,17 @@ def _common_part(size, step, seed):
   return common
 
 
+def layer_sizes(size):
+  """Elements of each layer."""
+  sizes = [percent * size // 100 for percent in LAYER_PERCENT[:-1]]
+  return [*sizes, size - sum(sizes)]
+
+
 @functools.lru_cache(maxsize=8)
 def _element_scales(size, profile):
   """Layer scales, repeated per element; powers of two, so that scaling adds no rounding."""
-  sizes = [percent * size // 100 for percent in LAYER_PERCENT[:-1]]
-  sizes.append(size - sum(sizes))
   norm_log2 = round(float(np.log2(np.sqrt(size))))  # brings the norm of the vector to order 1
   scales = [2.0 ** (log2 - norm_log2) for log2 in LAYER_LOG2_SCALE[profile]]
-  per_element = np.repeat(scales, sizes)
+  per_element = np.repeat(scales, layer_sizes(size))
   per_element.flags.writeable = False
   return per_element

@@ -15,20 +15,23 @@ class Accumulator(NamedTuple):
 
   parts: tuple[jax.Array, ...]  # [N] each
   combine: Callable[..., jax.Array]
+  layers: tuple[int, ...] = ()  # sizes of the leaves of which the vector is made, if known
 
 
-def accumulate(grads: jax.Array, residual: jax.Array, *, saturate: bool) -> Accumulator:
+def accumulate(
+  grads: jax.Array, residual: jax.Array, layers: tuple[int, ...] = (), *, saturate: bool
+) -> Accumulator:
   """``grads + residual`` in the dtype of ``residual``; `cast` says what ``saturate`` does."""
 
   def combine(grads, residual):
     return cast(grads + residual.astype(grads.dtype), residual.dtype, saturate=saturate)
 
-  return Accumulator((grads, residual), combine)
+  return Accumulator((grads, residual), combine, layers)
 
 
-def made(vector: jax.Array) -> Accumulator:
+def made(vector: jax.Array, layers: tuple[int, ...] = ()) -> Accumulator:
   """A vector that is there already."""
-  return Accumulator((vector,), lambda x: x)
+  return Accumulator((vector,), lambda x: x, layers)
 
 
 def size(acc: Accumulator) -> int:
@@ -39,6 +42,11 @@ def size(acc: Accumulator) -> int:
 def read(acc: Accumulator, start: jax.Array, length: int) -> jax.Array:
   """The elements ``[start, start + length)``, which must lie within the vector."""
   return acc.combine(*(lax.dynamic_slice(part, (start,), (length,)) for part in acc.parts))
+
+
+def at(acc: Accumulator, indices: jax.Array) -> jax.Array:
+  """The elements at ``indices``, int32 ``[m]``, which must lie within the vector."""
+  return acc.combine(*(part.at[indices].get(mode="promise_in_bounds") for part in acc.parts))
 
 
 def whole(acc: Accumulator) -> jax.Array:

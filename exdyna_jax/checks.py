@@ -30,12 +30,18 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...], hint: str = ""
     raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.{hint}")
 
 
+def check_integer(name: str, value: Any) -> int:
+  """``value`` as an int; raises unless it is an integer."""
+  check_type(name, value, numbers.Integral, "an integer")
+  return int(value)
+
+
 def check_count(name: str, value: Any) -> int:
   """``value`` as an int; raises unless it is an integer of at least 1."""
-  check_type(name, value, numbers.Integral, "an integer")
-  if value < 1:
+  count = check_integer(name, value)
+  if count < 1:
     raise ValueError(f"{name} must be at least 1, got {value!r}.")
-  return int(value)
+  return count
 
 
 def check_positive(name: str, value: Any, otherwise: str) -> float | None:

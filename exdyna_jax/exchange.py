@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .density import Density, target_at, target_count
@@ -45,22 +46,32 @@ class Agreed(NamedTuple):
 
   counts: jax.Array  # int32 [n], true counts, also above the capacity; 0 unless finite
   finite: jax.Array  # bool [], no worker has seen a NaN or an Inf
-  signal: jax.Array  # int32 [m], sum over the workers of what the algorithm sends in the header
+  signals: jax.Array  # int32 [n, m], what each worker's algorithm sends in the header
   indices: jax.Array  # int32 [n * slots], N in empty slots, and everywhere unless finite
 
 
-def capacity_of(k: int, size: int, num_workers: int, factor: float | None) -> int:
-  """Slots per worker for ``k`` indices: ``ceil(factor * k / n)`` in ``[1, N]``; None means 1."""
-  share = (1.0 if factor is None else factor) * k / num_workers
+def capacity_of(k: int, size: int, sharers: int, factor: float | None) -> int:
+  """Slots of one share of ``k``: ``ceil(factor * k / sharers)`` in ``[1, N]``; None means 1."""
+  share = (1.0 if factor is None else factor) * k / sharers
   return max(math.ceil(min(share, size)), 1)
 
 
 def plan(
-  density: Density, factor: float | None, step: jax.Array, size: int, num_workers: int
+  density: Density,
+  factor: float | None,
+  step: jax.Array,
+  size: int,
+  num_workers: int,
+  *,
+  exclusive: bool = True,
 ) -> Plan:
-  """The messages for a density and a capacity factor; see `exdyna`."""
+  """The messages for a density and a capacity factor, see `exdyna`.
+
+  With ``exclusive`` picks, each worker has an equal share of the k indices; else it has k.
+  """
+  sharers = num_workers if exclusive else 1
   low, high = (
-    capacity_of(target_count(d, size), size, num_workers, factor)
+    capacity_of(target_count(d, size), size, sharers, factor)
     for d in (density.lowest, density.highest)
   )
   # At density 1 all is wanted, so nothing may stay behind.
@@ -70,7 +81,7 @@ def plan(
   if density.at is None:
     return Plan(low, (low,))
   k = target_at(density, step, size)
-  allowed = jnp.ceil(jnp.asarray(k, jnp.float32) * (factor / num_workers)).astype(jnp.int32)
+  allowed = jnp.ceil(jnp.asarray(k, jnp.float32) * (factor / sharers)).astype(jnp.int32)
   allowed = jnp.where(k < size, jnp.clip(allowed, 1, size), size)
   return Plan(allowed, _ladder(low, high))
 
@@ -85,21 +96,22 @@ def _ladder(first: int, most: int) -> tuple[int, ...]:
 def gather_first(
   count: jax.Array,
   finite: jax.Array,
-  signal: jax.Array,
+  signal: jax.Array | np.ndarray,
   indices: jax.Array,
   size: int,
   axis_name: AxisName,
+  common: bool,
 ) -> Agreed:
-  """Gathers header and indices of all workers in one message."""
+  """Gathers header and indices of all workers in one message; no indices if they are ``common``."""
   header = jnp.stack([count, finite.astype(jnp.int32)])
-  message = jnp.concatenate([header, signal, indices])
+  message = jnp.concatenate([header, signal] if common else [header, signal, indices])
   rows = gather_rows(message, axis_name)
-  header, signals, indices = jnp.split(rows, [HEADER, HEADER + signal.shape[0]], axis=1)
+  header, signals, gathered = jnp.split(rows, [HEADER, HEADER + signal.shape[0]], axis=1)
   # The barrier keeps XLA from asking again for each element that depends on it.
   finite = lax.optimization_barrier(jnp.all(header[:, 1] > 0))
   counts = jnp.where(finite, header[:, 0], 0)
-  indices = jnp.where(finite, indices.reshape(-1), size)
-  return Agreed(counts, finite, jnp.sum(signals, axis=0, dtype=jnp.int32), indices)
+  indices = jnp.where(finite, indices if common else gathered.reshape(-1), size)
+  return Agreed(counts, finite, signals, indices)
 
 
 def gather_rows(message: jax.Array, axis_name: AxisName) -> jax.Array:
@@ -127,21 +139,17 @@ def send_rest(
   indices_in: Callable[[jax.Array], jax.Array],
   plan: Plan,
   largest: jax.Array,
-  axis_name: AxisName,
-  num_workers: int,
-  value_bytes: int,
+  cost: Callable[[int], float],
 ) -> tuple[Any, jax.Array | float]:
   """Sends what the first message had no room for.
 
   Args:
     send: ``(sending, agreed indices) -> sending``: sums, updates and feeds back.
     sending: the carry of ``send`` after the first message.
-    indices_in: slots int32 ``[m]`` -> this worker's indices in them.
+    indices_in: slots int32 ``[m]`` -> the agreed indices in these slots of all workers.
     plan: with one size of message, nothing follows.
     largest: int32 scalar, agreed: the most indices that a worker sends in this step.
-    axis_name: the workers' axis.
-    num_workers: n.
-    value_bytes: bytes per value.
+    cost: slots -> the bytes that each worker sends for a message of so many.
 
   Returns:
     ``sending`` after the last message, and the bytes that each worker has sent with them.
@@ -151,10 +159,9 @@ def send_rest(
 
   def message_of(slots, carry):
     done, sent_bytes, sending = carry
-    mine = indices_in(done + lax.iota(jnp.int32, slots))
-    cost = message_bytes(num_workers, slots, value_bytes)
+    agreed = indices_in(done + lax.iota(jnp.int32, slots))
     done = jnp.minimum(done, MAX_SIZE - slots) + slots  # no further than an int32 reaches
-    return done, sent_bytes + cost, send(sending, gather_rows(mine, axis_name).reshape(-1))
+    return done, sent_bytes + cost(slots), send(sending, agreed)
 
   rest = largest - plan.slots[0]
   limits = jnp.array([slots * MAX_MESSAGES for slots in plan.slots[:-1]], jnp.int32)
@@ -169,11 +176,14 @@ def send_rest(
   return sending, sent_bytes
 
 
-def message_bytes(num_workers: int, slots: int, value_bytes: int, header: int = 0) -> float:
-  """Bytes that each worker sends for one message of indices and the sum of its values."""
+def message_bytes(
+  num_workers: int, slots: int, value_bytes: int, *, header: int = 0, common: bool = False
+) -> float:
+  """Bytes that each worker sends for a header, indices unless ``common``, and sums of values."""
   n = num_workers
-  gather = all_gather_bytes(n, padded_length(header + slots))
-  return gather + all_reduce_bytes(n, n * slots, value_bytes)
+  items = header + (0 if common else slots)
+  gather = all_gather_bytes(n, padded_length(items))
+  return gather + all_reduce_bytes(n, slots if common else n * slots, value_bytes)
 
 
 def all_gather_bytes(num_workers: int, items: int, item_bytes: int = ITEM_BYTES) -> float:

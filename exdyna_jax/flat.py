@@ -33,7 +33,18 @@ def flat_size(tree: Any) -> int:
     TypeError: a leaf is complex.
     ValueError: N exceeds 2**31 - 2, the range of int32 indices.
   """
-  size = 0
+  size = sum(leaf_sizes(tree))
+  if size > MAX_SIZE:
+    raise ValueError(
+      f"the tree has {size} elements, but indices are int32 and reach {MAX_SIZE}. Split it into"
+      " groups of leaves with optax.partition, each with its own transformation."
+    )
+  return size
+
+
+def leaf_sizes(tree: Any) -> tuple[int, ...]:
+  """Number of elements of each floating-point leaf of ``tree``; raises TypeError if complex."""
+  sizes = []
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
     dtype = _dtype(leaf)
     if jnp.issubdtype(dtype, jnp.complexfloating):
@@ -42,13 +53,8 @@ def flat_size(tree: Any) -> int:
         " to select. Split the parameter into its real and imaginary parts."
       )
     if is_float(leaf):
-      size += int(np.prod(np.shape(leaf), dtype=np.int64))
-  if size > MAX_SIZE:
-    raise ValueError(
-      f"the tree has {size} elements, but indices are int32 and reach {MAX_SIZE}. Split it into"
-      " groups of leaves with optax.partition, each with its own transformation."
-    )
-  return size
+      sizes.append(int(np.prod(np.shape(leaf), dtype=np.int64)))
+  return tuple(sizes)
 
 
 def zeros(leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Exact integer arithmetic where products leave int32 and int64 is not enabled."""
+"""Exact integer arithmetic where products leave int32, and floats that travel as integers."""
 
 import jax
 import jax.numpy as jnp
@@ -28,3 +28,20 @@ def mul_div(
   more = jnp.floor(remainder.astype(jnp.float32) / wide_c).astype(jnp.int32)
   remainder = remainder - more * c
   return quotient + more + (remainder >= c).astype(jnp.int32) - (remainder < 0).astype(jnp.int32)
+
+
+def saturated_sum(counts: jax.Array) -> jax.Array:
+  """Sum of int32 ``[n]`` that are not negative; the largest int32 where it would be more."""
+  most = jnp.iinfo(jnp.int32).max
+  fits = jnp.sum(counts, dtype=jnp.float32) < most
+  return jnp.where(fits, jnp.sum(counts, dtype=jnp.int32), most)
+
+
+def as_bits(*numbers: jax.Array) -> jax.Array:
+  """Scalars as float32, bit for bit in int32 ``[m]``."""
+  return jax.lax.bitcast_convert_type(jnp.stack(numbers).astype(jnp.float32), jnp.int32)
+
+
+def from_bits(bits: jax.Array) -> jax.Array:
+  """Inverse of `as_bits`, any shape."""
+  return jax.lax.bitcast_convert_type(bits, jnp.float32)

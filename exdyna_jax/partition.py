@@ -5,10 +5,13 @@
   come from the gathered indices: nothing more is communicated.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
-from .blocks import Blocks
+from .blocks import WORD, Blocks, even_blocks, paper_blocks
 from .integers import mul_div
 
 # The original moves a block where one neighbour is above and the other below this band around the
@@ -124,3 +127,46 @@ def balanced_boundaries(loads: jax.Array, num_workers: int) -> jax.Array:
   # At least one block each: b[p] - p must not fall, and must leave a block for all that follow.
   slack = jnp.minimum(jax.lax.cummax(edges - partition), num_blocks - num_workers)
   return slack + partition
+
+
+class Rule(NamedTuple):
+  """How partitions follow the load; ``RULES`` has all of them."""
+
+  # (N, n, wanted number of blocks) -> the cut
+  cut: Callable[[int, int, int], Blocks]
+  # the loads before the first step, float32 [num_blocks]; empty if the rule knows none
+  first: Callable[[Blocks], jax.Array]
+  # (indices, blocks) -> what `adapt` needs, summed over the messages
+  observe: Callable[[jax.Array, Blocks], jax.Array]
+  # (boundaries, loads, observed, counts, sent counts, blocks), the counts by partition
+  # -> boundaries and loads of the next step
+  adapt: Callable[..., tuple[jax.Array, jax.Array]]
+
+
+def _paper_cut(size, num_workers, num_blocks):
+  if size >= WORD * num_blocks:
+    return paper_blocks(size, num_blocks)
+  return even_blocks(size, num_workers, num_blocks)
+
+
+def _paper_adapt(boundaries, loads, observed, counts, sent, blocks):
+  return paper_boundaries(boundaries, counts, blocks), loads
+
+
+def _equal_loads(blocks):
+  return jnp.full((blocks.num_blocks,), 1 / max(blocks.num_blocks, 1), jnp.float32)
+
+
+def _balanced_adapt(boundaries, loads, observed, counts, sent, blocks):
+  loads = expected_loads(loads, observed, counts, sent, boundaries)
+  return balanced_boundaries(loads, counts.shape[0]), loads
+
+
+def _nothing(*args):
+  return jnp.zeros((0,), jnp.float32)
+
+
+RULES = {
+  "paper": Rule(_paper_cut, _nothing, _nothing, _paper_adapt),
+  "balanced": Rule(even_blocks, _equal_loads, block_counts, _balanced_adapt),
+}

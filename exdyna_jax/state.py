@@ -16,9 +16,11 @@ class Stats(NamedTuple):
   Attributes:
     density: float32 ``[]``, entries sent / N. Single steps scatter around the target, up to the
       capacity; where a worker found more than that, it is lower than ``sum(counts) / N``.
-    selected: int32 ``[]``, entries sent by all workers.
-    counts: int32 ``[n]``, entries that qualified on each worker, sent or not.
-    threshold_used: widest float ``[]``, the threshold of this step.
+    selected: int32 ``[]``, entries sent; one that several workers have picked counts once.
+    counts: int32 ``[n]``, entries that qualified on each worker, sent or not. Where one worker or
+      a random key picks for all (`clt_k`, `random_k`), the same number for each.
+    threshold_used: widest float ``[]``, the threshold of this step: the mean, where each worker has
+      its own (`sage`, `sidco`); 0 where there is none.
     padding_ratio: float32 ``[]``, ``n * max(counts) / sum(counts)``; 1 is perfect balance.
     overflow: int32 ``[]``, entries that qualified but exceeded the capacity, and wait.
     skipped: int32 ``[]``, steps skipped so far because of NaN or Inf.
@@ -44,8 +46,9 @@ class State(NamedTuple):
     step: int32 ``[]``, steps taken; skipped ones do not count.
     residual: ``[N]`` on each worker, ``[n * N]`` outside of the mapped function: what has not been
       sent. Part of a checkpoint.
-    threshold: widest float ``[]``, what the next step starts from.
-    boundaries: int32 ``[n + 1]``, partition boundaries in blocks, of the next step.
+    threshold: widest float ``[]``, what the next step starts from; 0 where there is none.
+    boundaries: int32 ``[n + 1]``, partition boundaries in blocks, of the next step; zeros where
+      there are no partitions.
     memory: what the algorithm remembers beside these.
     stats: `Stats` of the last step.
   """

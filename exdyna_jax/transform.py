@@ -1,9 +1,8 @@
 """The one optax transformation: accumulate, select, exchange, feed back, adapt.
 
-An algorithm is a small bundle of pure functions; everything that algorithms share is here.
+What differs between algorithms is in `Algorithm`; everything that they share is here.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,10 +11,12 @@ import optax
 from jax import lax
 
 from . import accumulator, checks, exchange, flat
-from .accumulator import Accumulator
+from .algorithm import Algorithm, Outcome
 from .density import Density
-from .ranks import Ranks, strided
+from .integers import from_bits, saturated_sum
+from .ranks import strided
 from .state import State, Stats, check_state, empty_stats
+from .threshold import as_threshold
 from .varying import (
   AxisName,
   axis_tuple,
@@ -28,50 +29,20 @@ from .varying import (
 )
 
 
-class Selection(NamedTuple):
-  """What one worker picks."""
+class Options(NamedTuple):
+  """What all sparsifiers take, as `exdyna` documents it."""
 
-  found: jax.Array  # int32 [], how many
-  take: Callable[[Ranks], jax.Array]  # the indices of these hits, int32 [m]; N in empty slots
-  threshold: jax.Array  # the threshold used, agreed
-  signal: jax.Array  # int32 [m], the algorithm's own numbers, summed over the workers
-  sums: int  # how many numbers were summed over the workers in order to select
-
-
-class Outcome(NamedTuple):
-  """What all workers know after the exchange."""
-
-  threshold: jax.Array  # the threshold used
-  counts: jax.Array  # int32 [n], picked by each worker
-  sent: jax.Array  # int32 [n], of these, sent
-  signal: jax.Array  # int32 [m], summed over the workers
-  seen: Any  # sum over the messages of `Algorithm.observe`
-
-
-class Algorithm(NamedTuple):
-  """What differs between sparsifiers."""
-
-  # (N, n) -> threshold, boundaries and memory of the first step
-  init: Callable[[int, int], tuple[jax.Array, jax.Array, Any]]
-  # (acc [N], state, rank) -> what this worker picks
-  select: Callable[[Accumulator, State, jax.Array], Selection]
-  # (indices of a message, N, n) -> arrays to be summed over the messages, for `adapt`
-  observe: Callable[[jax.Array, int, int], Any]
-  # (state, outcome) -> threshold, boundaries and memory of the next step
-  adapt: Callable[[State, Outcome], tuple[jax.Array, jax.Array, Any]]
+  num_workers: int | None
+  capacity_factor: float | None
+  residual_dtype: Any
+  nonfinite: str
 
 
 def sparsifier(
-  algorithm: Algorithm,
-  density: Density,
-  axis_name: AxisName,
-  *,
-  num_workers: int | None,
-  capacity_factor: float | None,
-  residual_dtype: Any,
-  nonfinite: str,
+  algorithm: Algorithm, density: Density, axis_name: AxisName, options: Options
 ) -> optax.GradientTransformationExtraArgs:
-  """Drives ``algorithm`` as an optax transformation; the arguments are those of `exdyna`."""
+  """Drives ``algorithm`` as an optax transformation."""
+  num_workers, capacity_factor, residual_dtype, nonfinite = options
   check_axis_name(axis_name)
   if num_workers is not None:
     num_workers = checks.check_count("num_workers", num_workers)
@@ -80,6 +51,7 @@ def sparsifier(
   checks.check_choice("nonfinite", nonfinite, ("skip", "propagate"))
   skip = nonfinite == "skip"
   wide = jnp.promote_types(residual_dtype, jnp.float32)
+  overlapping, common = (algorithm.picks == picks for picks in ("overlapping", "common"))
 
   def init_fn(params):
     size = flat.flat_size(params)
@@ -108,23 +80,36 @@ def sparsifier(
 
     # Accumulate. Finite gradients never make an infinite residual, which could never be sent.
     grads = flat.flatten(updates, wide)
-    acc = accumulator.accumulate(grads, state.residual, saturate=skip)
+    layers = flat.leaf_sizes(updates)
+    acc = accumulator.accumulate(grads, state.residual, layers, saturate=skip)
     finite = flat.all_finite(grads) if skip else jnp.asarray(True)
     if not skip:
-      acc = accumulator.made(accumulator.whole(acc))
+      acc = accumulator.made(accumulator.whole(acc), layers)
 
     # Select.
     picked = algorithm.select(acc, state, lax.axis_index(axis_tuple(axis_name)))
-    plan = exchange.plan(density, capacity_factor, state.step, size, n)
+    plan = exchange.plan(
+      density, capacity_factor, state.step, size, n, exclusive=algorithm.picks == "exclusive"
+    )
+
+    def mine_in(slots):
+      return picked.take(strided(slots, picked.found, plan.allowed, state.step))
 
     def indices_in(slots):
-      return picked.take(strided(slots, picked.found, plan.allowed, state.step))
+      mine = mine_in(slots)
+      return mine if common else exchange.gather_rows(mine, axis_name).reshape(-1)
+
+    def cost(slots, header=0):
+      message = exchange.message_bytes(n, slots, wide.itemsize, header=header, common=common)
+      return message + exchange.all_reduce_bytes(n, slots * algorithm.sums_per_slot)
 
     # Exchange, and feed back what is not sent.
     slots = lax.iota(jnp.int32, plan.slots[0])
     agreed = exchange.gather_first(
-      picked.found, finite, picked.signal, indices_in(slots), size, axis_name
+      picked.found, finite, picked.signal, mine_in(slots), size, axis_name, common
     )
+    # What one worker has picked for all, all have picked.
+    counts = jnp.full_like(agreed.counts, jnp.max(agreed.counts)) if common else agreed.counts
 
     # The old residual, which a skipped step keeps, is overwritten only now that all have voted.
     residual = accumulator.whole(acc)
@@ -132,23 +117,37 @@ def sparsifier(
       residual = jnp.where(agreed.finite, residual, state.residual)
 
     def send(sending, indices):
-      residual, update, seen = sending
+      residual, update, seen, chosen = sending
+      if overlapping:
+        # What an earlier message has sent is zero by now.
+        again = chosen.at[indices].get(mode="fill", fill_value=False)
+        indices = jnp.where(again, size, indices)
+        chosen = chosen.at[indices].set(True, mode="drop")
       mean = exchange.mean_at(residual, indices, axis_name, n)
       mean = flat.cast(mean, wide, saturate=skip)
       update = update.at[indices].set(mean, mode="drop")
       seen = jax.tree.map(jnp.add, seen, algorithm.observe(indices, size, n))
-      return _clear(residual, indices), update, seen
+      return _clear(residual, indices), update, seen, chosen
 
     nothing_seen = jax.tree.map(jnp.zeros_like, algorithm.observe(slots[:0], size, n))
-    sending = send((residual, jnp.zeros((size,), wide), nothing_seen), agreed.indices)
-    sent = jnp.minimum(agreed.counts, plan.allowed)
-    sending, more_bytes = exchange.send_rest(
-      send, sending, indices_in, plan, jnp.max(sent), axis_name, n, wide.itemsize
-    )
-    residual, update, seen = sending
+    # Which elements are sent, where their number does not follow from the counts.
+    chosen = jnp.zeros((size if overlapping else 0,), bool)
+    sending = (residual, jnp.zeros((size,), wide), nothing_seen, chosen)
+    sending = send(sending, agreed.indices)
+    sent = jnp.minimum(counts, plan.allowed)
+    sending, more_bytes = exchange.send_rest(send, sending, indices_in, plan, jnp.max(sent), cost)
+    residual, update, seen, chosen = sending
+    if overlapping:
+      selected = jnp.sum(chosen, dtype=jnp.int32)
+    else:
+      selected = sent[0] if common else jnp.sum(sent, dtype=jnp.int32)
 
     # Adapt. A skipped step leaves everything but the statistics as it was.
-    outcome = Outcome(picked.threshold, agreed.counts, sent, agreed.signal, seen)
+    used = picked.threshold
+    if used is None:
+      used = as_threshold(jnp.mean(from_bits(agreed.signals[:, 0])))
+      used = jnp.where(agreed.finite, used, state.threshold)
+    outcome = Outcome(used, counts, sent, agreed.signals, seen)
     threshold, boundaries, memory = algorithm.adapt(state, outcome)
     step = optax.safe_increment(state.step)
     small = (step, threshold, boundaries, memory)
@@ -160,8 +159,9 @@ def sparsifier(
     stats = _stats(
       outcome,
       size=size,
+      selected=selected,
       skipped=state.stats.skipped + ~agreed.finite,
-      bytes_sent=exchange.message_bytes(n, plan.slots[0], wide.itemsize, header)
+      bytes_sent=cost(plan.slots[0], header)
       + exchange.all_reduce_bytes(n, picked.sums)
       + more_bytes,
     )
@@ -180,11 +180,16 @@ def _clear(residual: jax.Array, indices: jax.Array) -> jax.Array:
 
 
 def _stats(
-  outcome: Outcome, *, size: int, skipped: jax.Array, bytes_sent: jax.Array | float
+  outcome: Outcome,
+  *,
+  size: int,
+  selected: jax.Array,
+  skipped: jax.Array,
+  bytes_sent: jax.Array | float,
 ) -> Stats:
   counts = outcome.counts
-  total = jnp.sum(counts, dtype=jnp.int32)
-  selected = jnp.sum(outcome.sent, dtype=jnp.int32)
+  # Not an int32: where workers pick the same, the sum of their counts may exceed its range.
+  total = jnp.sum(counts, dtype=jnp.float32)
   padding = counts.shape[0] * jnp.max(counts).astype(jnp.float32) / jnp.maximum(total, 1)
   return Stats(
     density=selected.astype(jnp.float32) / size,
@@ -192,7 +197,7 @@ def _stats(
     counts=counts,
     threshold_used=outcome.threshold,
     padding_ratio=jnp.where(total > 0, padding, 1.0),
-    overflow=total - selected,
+    overflow=saturated_sum(counts - outcome.sent),
     skipped=skipped,
     bytes_sent=jnp.asarray(bytes_sent, jnp.float32),
   )

@@ -5,13 +5,14 @@ import jax.numpy as jnp
 import optax
 
 from .. import checks, exchange, flat
-from ..state import State, empty_stats
+from ..state import State, check_state, empty_stats
 from ..threshold import as_threshold
 from ..varying import (
   AxisName,
   check_axis_name,
   check_bound,
   check_local,
+  check_num_workers,
   local_params,
   psum,
   resolve_workers,
@@ -66,8 +67,10 @@ def dense(
   def update_fn(updates, state, params=None, **extra_args):
     del params, extra_args
     n = check_bound(axis_name, "update")
+    check_num_workers(axis_name, num_workers, n)
     check_local(updates, axis_name)
     size = flat.flat_size(updates)
+    check_state(state, 0, n)  # nothing waits: the residual has no elements
 
     def mean(leaf):
       return psum(leaf, axis_name) / n if flat.is_float(leaf) else flat.zeros(leaf)

@@ -7,33 +7,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .. import accumulator, checks, ranks, selection
+from .. import accumulator, checks, exclusive
 from ..accumulator import Accumulator
-from ..blocks import WORD, Blocks, element_range, even_blocks, paper_blocks
-from ..density import parse_density, target_at
-from ..partition import (
-  balanced_boundaries,
-  block_counts,
-  by_partition,
-  equal_boundaries,
-  expected_loads,
-  owned_partition,
-  paper_boundaries,
-)
+from ..algorithm import Algorithm, Outcome, Selection
+from ..blocks import element_range
+from ..partition import RULES, by_partition, equal_boundaries, owned_partition
 from ..state import State
-from ..threshold import (
-  RULES,
-  Memory,
-  anchored,
-  as_threshold,
-  fresh_memory,
-  levels_around,
-  sample_every,
-)
-from ..transform import Algorithm, Outcome, Selection, sparsifier
-from ..varying import AxisName, psum
-
-_PARTITIONS = ("paper", "balanced")
+from ..threshold import Memory
+from ..transform import Options, sparsifier
+from ..varying import AxisName
 
 
 class _Memory(NamedTuple):
@@ -113,135 +95,50 @@ def exdyna(
       are already summed, or another model's or mesh's state (at trace time).
 
   Example:
-    >>> import jax, jax.numpy as jnp, optax
-    >>> from jax.sharding import PartitionSpec as P
-    >>> from exdyna_jax import exdyna, get_stats, local_params, state_specs
-    >>> mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
-    >>> params = {"w": jnp.zeros(1000)}
-    >>> tx = optax.chain(exdyna(density=0.01, axis_name="data", num_workers=1), optax.sgd(0.1))
-    >>> opt_state = tx.init(params)
-    >>> specs = state_specs(opt_state, "data")
-    >>> def train_step(params, opt_state, target):
-    ...   loss = lambda p: jnp.sum((p["w"] - target) ** 2)
-    ...   grads = jax.grad(loss)(local_params(params, "data"))
-    ...   updates, opt_state = tx.update(grads, opt_state, params)
-    ...   return optax.apply_updates(params, updates), opt_state
-    >>> step = jax.jit(jax.shard_map(train_step, mesh=mesh,
-    ...                              in_specs=(P(), specs, P("data")), out_specs=(P(), specs)))
-    >>> target = jax.random.normal(jax.random.key(0), (1000,))
-    >>> params, opt_state = step(params, opt_state, target)
-    >>> int(jnp.sum(params["w"] != 0)), int(get_stats(opt_state).selected)
-    (10, 10)
+    >>> import jax, jax.numpy as jnp
+    >>> tx = exdyna(density=0.01, axis_name="data")
+    >>> grads = jax.random.normal(jax.random.key(0), (2, 1000))  # a row per worker
+    >>> update = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")(grads)
+    >>> [int(x) for x in jnp.sum(update != 0, axis=1)]
+    [10, 10]
 
   References:
     Yoon and Oh, `Preserving Near-Optimal Gradient Sparsification Cost for Scalable Distributed
     Deep Learning <https://arxiv.org/abs/2402.13781>`_, CCGrid 2024.
   """
-  hint = " A number goes into initial_threshold."
-  checks.check_choice("threshold", threshold, tuple(RULES), hint)
-  checks.check_choice("partition", partition, _PARTITIONS)
-  given = checks.check_positive(
-    "initial_threshold", initial_threshold, "chosen by the threshold rule"
-  )
+  checks.check_choice("partition", partition, tuple(RULES))
   num_blocks = checks.check_count("num_blocks", num_blocks)
-  wanted = parse_density(density)
-  rule = RULES[threshold]
-  balanced = partition == "balanced"
-
-  def cut(size: int, n: int) -> Blocks:
-    if not balanced and size >= WORD * num_blocks:
-      return paper_blocks(size, num_blocks)
-    return even_blocks(size, n, num_blocks)
+  mode = exclusive.online(density, threshold, initial_threshold, capacity_factor, axis_name)
+  rule = RULES[partition]
 
   def init(size: int, n: int) -> tuple[jax.Array, jax.Array, _Memory]:
-    blocks = cut(size, n)
-    first = given or rule.first(target_at(wanted, jnp.int32(0), size))
-    # At density 1 everything qualifies, for ever.
-    first = as_threshold(0.0 if wanted.is_one else first)
-    loads = jnp.full((blocks.num_blocks if balanced else 0,), 1 / max(blocks.num_blocks, 1))
-    memory = _Memory(fresh_memory(lost=given is None), loads.astype(jnp.float32))
+    blocks = rule.cut(size, n, num_blocks)
+    first, rule_memory = exclusive.first(mode, size)
+    memory = _Memory(rule_memory, rule.first(blocks))
     return first, equal_boundaries(blocks.num_blocks, n), memory
 
   def select(acc: Accumulator, state: State, rank: jax.Array) -> Selection:
     size, n = accumulator.size(acc), state.boundaries.shape[0] - 1
     mine = owned_partition(state.step, rank, n)
-    start, end = element_range(cut(size, n), state.boundaries, mine)
-
-    def count(levels, **sample):
-      return selection.count_reaching(acc, start, end, levels, **sample)
-
-    used, ladder = state.threshold, jnp.zeros((0,), jnp.int32)
-    if not wanted.is_one:
-      k = target_at(wanted, state.step, size)
-      used = rule.use(used, state.memory.threshold_rule, lambda x: psum(count(x), axis_name), k)
-      used = jnp.where(k < size, used, 0.0)
-      if rule.wants_ladder:
-        every = sample_every(size // n)
-        levels = levels_around(used)
-        if every > 1:
-          levels = jnp.append(levels, used.astype(jnp.float32))
-        ladder = count(levels, every=every, step=state.step)
-    # With one message, all is taken before the residual is overwritten.
-    one_message = capacity_factor is not None and wanted.at is None and not wanted.is_one
-    window = selection.window_of(size // n) if one_message else None
-    hits = selection.find(acc, start, end, used, window=window)
-    picked = Selection(
-      found=hits.found,
-      take=lambda wanted: ranks.take(hits, wanted),
-      threshold=used,
-      signal=ladder,
-      sums=0 if wanted.is_one else rule.sums,
-    )
-    # The original never sends nothing, and the mode that replays it does the same.
-    return _at_least_one(picked, start, end, state.step, size) if threshold == "paper" else picked
+    start, end = element_range(rule.cut(size, n, num_blocks), state.boundaries, mine)
+    return exclusive.select(mode, acc, state, state.memory.threshold_rule, start, end)
 
   def observe(indices: jax.Array, size: int, n: int) -> jax.Array:
-    return block_counts(indices, cut(size, n)) if balanced else jnp.zeros((0,))
+    return rule.observe(indices, rule.cut(size, n, num_blocks))
 
   def adapt(state: State, outcome: Outcome) -> tuple[jax.Array, jax.Array, _Memory]:
     size, n = state.residual.shape[0], outcome.counts.shape[0]
-    follow, memory = state.threshold, state.memory
-    if not wanted.is_one:
-      k, next_k = (target_at(wanted, state.step + ahead, size) for ahead in (0, 1))
-      selected = jnp.sum(outcome.counts, dtype=jnp.int32)
-      # Where a schedule asks for everything, the threshold is only put aside.
-      used = jnp.where(k < size, outcome.threshold, state.threshold)
-      ladder = outcome.signal
-      if sample_every(size // n) > 1 and rule.wants_ladder:
-        ladder = anchored(ladder, selected)
-      follow, rule_memory = rule.adapt(used, memory.threshold_rule, selected, ladder, k, next_k)
-      memory = memory._replace(threshold_rule=rule_memory)
+    follow, rule_memory = exclusive.follow(mode, state, state.memory.threshold_rule, outcome)
     counts, sent = (by_partition(x, state.step) for x in (outcome.counts, outcome.sent))
-    if not balanced:
-      return follow, paper_boundaries(state.boundaries, counts, cut(size, n)), memory
-    if memory.loads.shape != outcome.seen.shape:
+    blocks, loads = rule.cut(size, n, num_blocks), state.memory.loads
+    if loads.shape != rule.first(blocks).shape:
       raise ValueError(
-        f"the state was made for {memory.loads.shape[0]} blocks, but num_blocks={num_blocks} makes"
-        f" {outcome.seen.shape[0]}. Keep num_blocks, or make the state anew with init."
+        f"the state was made for {loads.shape[0]} blocks, but num_blocks={num_blocks} makes"
+        f" {blocks.num_blocks}. Keep num_blocks, or make the state anew with init."
       )
-    loads = expected_loads(memory.loads, outcome.seen, counts, sent, state.boundaries)
-    return follow, balanced_boundaries(loads, n), memory._replace(loads=loads)
+    boundaries, loads = rule.adapt(state.boundaries, loads, outcome.seen, counts, sent, blocks)
+    return follow, boundaries, _Memory(rule_memory, loads)
 
-  return sparsifier(
-    Algorithm(init, select, observe, adapt),
-    wanted,
-    axis_name,
-    num_workers=num_workers,
-    capacity_factor=capacity_factor,
-    residual_dtype=residual_dtype,
-    nonfinite=nonfinite,
-  )
-
-
-def _at_least_one(
-  picked: Selection, start: jax.Array, end: jax.Array, step: jax.Array, size: int
-) -> Selection:
-  """The original's fallback: a worker that finds nothing sends one index, whatever its value."""
-  length = end - start
-  alone = (picked.found == 0) & (length > 0)
-  index = start + step % jnp.maximum(length, 1)
-
-  def take(ranks):
-    return jnp.where(alone, jnp.where(ranks.slots == 0, index, size), picked.take(ranks))
-
-  return picked._replace(found=jnp.where(alone, 1, picked.found), take=take)
+  algorithm = Algorithm(select, init, observe, adapt)
+  options = Options(num_workers, capacity_factor, residual_dtype, nonfinite)
+  return sparsifier(algorithm, mode.density, axis_name, options)

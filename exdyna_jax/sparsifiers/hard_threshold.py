@@ -1,0 +1,95 @@
+"""Hard threshold: every worker's entries that reach a constant."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .. import accumulator, checks, ranks, selection
+from ..accumulator import Accumulator
+from ..algorithm import Algorithm, Outcome, Selection
+from ..density import parse_density, target_at
+from ..state import State
+from ..threshold import as_threshold, paper_initial
+from ..transform import Options, sparsifier
+from ..varying import AxisName
+
+# Of how many elements the messages have room for one, where nobody knows how many will come.
+MESSAGE_DENSITY = 1e-3
+
+
+def hard_threshold(
+  density: float | Callable[[jax.Array], jax.Array] | None,
+  axis_name: AxisName,
+  *,
+  num_workers: int | None = None,
+  threshold: float | None = None,
+  capacity_factor: float | None = 1.25,
+  residual_dtype: Any = jnp.float32,
+  nonfinite: str = "skip",
+) -> optax.GradientTransformationExtraArgs:
+  r"""Mean gradient over the workers, at all entries that reach a constant on one of them.
+
+  Every worker picks :math:`I_r = \{i : |acc_i| \geq threshold\}` of its own ``acc = gradient +
+  residual``; the values of all workers are summed at the union :math:`I = \bigcup_r I_r`. How much
+  is sent is up to the gradients: the error that stays on a worker is bounded, the traffic is not.
+
+  Args:
+    density: share of the N elements, in (0, 1], or an optax schedule of it. Without ``threshold``,
+      the threshold is :math:`1 / (2 \sqrt{k})` with ``k = max(1, int(density * N))``; it knows
+      nothing of the gradients' scale. With it, only the capacity follows from the density; None
+      then sends all picks.
+    axis_name: mesh axis over which the batch is split, or a tuple of axes.
+    num_workers: their number n; None takes it from the mesh axis, where it is bound.
+    threshold: a positive number, in the gradients' unit; None takes it from the density.
+    capacity_factor: each worker sends at most ``ceil(capacity_factor * k)`` indices; what exceeds
+      it is thinned out evenly and waits. None: all picks are sent.
+    residual_dtype: dtype of the residual and of all sums, at least 16 bits.
+    nonfinite: ``"skip"`` or ``"propagate"``, as in `exdyna`.
+
+  Returns:
+    An ``optax.GradientTransformationExtraArgs`` with a `State`, as `exdyna`.
+
+  Raises:
+    TypeError, ValueError: as `exdyna`; or neither density nor threshold is given.
+
+  Example:
+    >>> import jax, jax.numpy as jnp
+    >>> tx = hard_threshold(None, "data", threshold=3.0)
+    >>> grads = jnp.array([[4.0, 1.0, 2.0, 0.0], [2.0, 3.0, 6.0, 1.0]])  # a row per worker
+    >>> jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")(grads)
+    Array([[3., 2., 4., 0.],
+           [3., 2., 4., 0.]], dtype=float32)
+
+  References:
+    Sahu et al., `Rethinking Gradient Sparsification as Total Error Minimization
+    <https://arxiv.org/abs/2108.00951>`_, NeurIPS 2021.
+  """
+  constant = checks.check_positive("threshold", threshold, "taken from the density")
+  if density is None and constant is None:
+    raise ValueError("hard_threshold needs a density or a threshold, got None for both.")
+  if density is None:
+    capacity_factor, wanted = None, parse_density(MESSAGE_DENSITY)
+  else:
+    wanted = parse_density(density)
+
+  def at(step: jax.Array, size: int) -> jax.Array:
+    return as_threshold(constant or paper_initial(target_at(wanted, step, size)))
+
+  def init(size: int, n: int) -> tuple[jax.Array, jax.Array, Any]:
+    return at(jnp.int32(0), size), jnp.zeros((n + 1,), jnp.int32), ()
+
+  def select(acc: Accumulator, state: State, rank: jax.Array) -> Selection:
+    size = jnp.int32(accumulator.size(acc))
+    hits = selection.find(acc, jnp.int32(0), size, state.threshold)
+    return Selection(hits.found, functools.partial(ranks.take, hits), threshold=state.threshold)
+
+  def adapt(state: State, outcome: Outcome) -> tuple[jax.Array, jax.Array, Any]:
+    return at(state.step + 1, state.residual.shape[0]), state.boundaries, ()
+
+  algorithm = Algorithm(select, init, adapt=adapt, picks="overlapping")
+  options = Options(num_workers, capacity_factor, residual_dtype, nonfinite)
+  return sparsifier(algorithm, wanted, axis_name, options)

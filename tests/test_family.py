@@ -1,0 +1,214 @@
+"""What each relative of ExDyna picks, against NumPy; its options; its bytes."""
+
+import re
+
+import family_oracle as oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import workers as w
+from family import DENSITY, FAMILY, PARAMS, SIZE, compiled, early, gradients, take_step
+
+from exdyna_jax import get_stats, hard_threshold, random_k, sage, sidco
+
+N_WORKERS, STEPS = 4, 8
+K = int(DENSITY * SIZE)
+LAYERS = [x.size for x in jax.tree.leaves(PARAMS)]
+
+
+def run(name, picks_of, scale=1.0, **options):
+  """Steps beside an oracle: `picks_of(t, acc, state before, state after)`."""
+  workers = compiled(name, N_WORKERS, "vmap", **options)
+  state = workers.init(PARAMS)
+  for t in range(STEPS):
+    before = w.copies(workers, state)[0]
+    acc, sent, state = take_step(name, workers, state, gradients(t, N_WORKERS, scale))
+    after = w.copies(workers, state)[0]
+    picks = picks_of(t, acc, before, after)
+    np.testing.assert_array_equal(after.stats.counts, [len(x) for x in picks])
+    np.testing.assert_array_equal(np.flatnonzero(sent), np.unique(np.concatenate(picks)))
+  return after
+
+
+@pytest.mark.parametrize("threshold", ["secant", "in_step"])
+def test_micro(threshold):
+  def picks(t, acc, before, after):
+    np.testing.assert_array_equal(before.boundaries, [0, 128, 256, 384, 512])
+    return oracle.micro(t, acc, after.stats.threshold_used)
+
+  after = run("micro", picks, threshold=threshold, capacity_factor=None)
+  assert 0.5 * K < after.stats.selected < 2 * K
+
+
+def test_deft():
+  run("deft", lambda t, acc, *_: oracle.deft(t, acc, K, LAYERS), capacity_factor=None)
+
+
+def test_top_k():
+  run("top_k", lambda t, acc, *_: oracle.top_k(t, acc, K))
+
+
+def test_clt_k():
+  run("clt_k", lambda t, acc, *_: oracle.clt_k(t, acc, K))
+
+
+def test_hard_threshold():
+  threshold = 1 / (2 * np.sqrt(K))
+
+  def picks(t, acc, before, after):
+    assert before.threshold == after.stats.threshold_used == np.float32(threshold)
+    return oracle.hard_threshold(t, acc, threshold)
+
+  run("hard_threshold", picks, scale=0.1, capacity_factor=None)
+
+
+def test_sage():
+  def picks(t, acc, before, after):
+    thresholds, means = after.memory
+    magnitudes = np.abs(acc)
+    # 224 elements of each worker are sampled.
+    error = magnitudes.std(axis=1) / np.sqrt(SIZE / (1 + oracle.SAGE_RATE * SIZE))
+    assert (np.abs(means - magnitudes.mean(axis=1)) < 5 * error).all() and len(set(means)) > 1
+    if t:
+      rows = zip(acc, before.memory.thresholds, means, before.memory.means, strict=True)
+      expected = [oracle.sage_threshold(*row, K / SIZE) for row in rows]
+    else:
+      expected = np.full(N_WORKERS, 1 / (2 * np.sqrt(K)))
+    np.testing.assert_allclose(thresholds, expected, rtol=1e-5)
+    np.testing.assert_allclose(after.stats.threshold_used, np.mean(thresholds), rtol=1e-6)
+    assert after.threshold == after.stats.threshold_used
+    return [np.flatnonzero(np.abs(row) >= x) for row, x in zip(acc, thresholds, strict=True)]
+
+  run("sage", picks, capacity_factor=None)
+
+
+def test_sage_finds_its_density_from_far_away():
+  workers = compiled("sage", N_WORKERS, "vmap", capacity_factor=None)
+  for scale in (1e-3, 1e3):
+    state = workers.init(PARAMS)
+    for t in range(400):
+      _, state = workers.step(state, gradients(t % 8, N_WORKERS, scale))
+    counts = w.stats_of(workers, state).counts
+    assert (counts > 0.1 * K).all() and (counts < 10 * K).all()
+
+
+def test_sage_forgets_a_sample_of_nan():
+  workers = compiled("sage", N_WORKERS, "vmap", nonfinite="propagate")
+  state = workers.init(PARAMS)
+  _, state = workers.step(state, gradients(0, N_WORKERS))
+  _, after = workers.step(state, gradients(1, N_WORKERS, np.nan))
+  np.testing.assert_array_equal(after.memory.means, state.memory.means)
+  assert np.isfinite(after.memory.thresholds).all() and np.isfinite(after.threshold).all()
+
+
+@pytest.mark.parametrize("fit", ["exponential", "generalized_pareto"])
+@pytest.mark.parametrize("stages", [1, 3, "adaptive"])
+def test_sidco(fit, stages):
+  def picks(t, acc, before, after):
+    used = before.memory.stages
+    assert used == (stages if stages != "adaptive" else used)
+    thresholds = [oracle.sidco_threshold(row, K / SIZE, used, fit) for row in acc]
+    np.testing.assert_allclose(after.stats.threshold_used, np.mean(thresholds), rtol=1e-4)
+    return [np.flatnonzero(np.abs(row) > x) for row, x in zip(acc, thresholds, strict=True)]
+
+  run("sidco", picks, fit=fit, stages=stages, capacity_factor=None)
+
+
+def test_sidco_adapts_its_stages():
+  """Uniform magnitudes have no tail: one exponential stage asks for more than there is."""
+  workers = compiled("sidco", N_WORKERS, "vmap", capacity_factor=None)
+  state, seen = workers.init(PARAMS), []
+  rng = np.random.default_rng(0)
+  for _ in range(30):
+    values = {
+      k: rng.uniform(-1, 1, (N_WORKERS, *x.shape)) for k, x in PARAMS.items() if x is not None
+    }
+    grads = {k: jnp.asarray(values[k], PARAMS[k].dtype) for k in values} | {"o": None}
+    _, state = workers.step(state, grads)
+    seen.append(int(state.memory.stages[0]))
+    # The residual would give the gradients a tail.
+    state = state._replace(residual=jnp.zeros_like(state.residual))
+  changes = np.flatnonzero(np.diff([1, *seen])) + 1
+  assert changes[0] == 5 and (changes % 5 == 0).all()
+  assert max(seen) > 1 and set(np.abs(np.diff(seen))) <= {0, 1}
+
+
+def test_random_k_is_fair_and_follows_its_seed():
+  steps, size = 300, 10
+  drawn = {}
+  for seed in (0, 0, 1):
+    tx = random_k(0.6, w.AXIS, num_workers=1, seed=seed)
+
+    def draw(_, tx=tx):
+      def step(state, _):
+        updates, state = tx.update(jnp.ones(size), state)
+        return state, updates != 0
+
+      return jax.lax.scan(step, tx.init(jnp.ones(size)), None, steps)[1]
+
+    sent = np.asarray(jax.vmap(draw, axis_name=w.AXIS)(jnp.arange(1)))[0]
+    assert (sent.sum(axis=1) == 6).all()
+    # Each is drawn in 180 of 300 steps, give or take 8.
+    assert (np.abs(sent.sum(axis=0) - 0.6 * steps) < 4 * np.sqrt(0.6 * 0.4 * steps)).all()
+    np.testing.assert_array_equal(drawn.setdefault(seed, sent), sent)
+  assert (drawn[0] != drawn[1]).any()
+
+
+@pytest.mark.parametrize("name", sorted(set(FAMILY) - {"exdyna"}))
+def test_bytes_of_a_step_are_those_of_its_collectives(name):
+  """The ring cost of every collective of the compiled step, against what the statistics say."""
+  n, params = N_WORKERS, {"a": jnp.zeros(300), "b": jnp.zeros(700)}
+  tx = FAMILY[name](0.05, w.AXIS, num_workers=n)
+  step, specs = w.sharded_step(tx, w.mesh_of(n), params)
+  state = jax.jit(tx.init, out_shardings=w.shardings(w.mesh_of(n), specs))(params)
+  grads = jax.tree.map(lambda x: jnp.ones((n, *x.shape)) * jnp.arange(1.0, 1 + x.size), params)
+  text = step.lower(state, grads).compile().as_text()
+  pattern = r"= ([^=]*) (all-gather|all-reduce)\("
+  cost = {"all-gather": (n - 1) / n * 4, "all-reduce": 2 * (n - 1) / n * 4}
+  total = 0.0
+  for shapes, kind in re.findall(pattern, text[text.index("ENTRY") :]):
+    # Sums of several leaves become one collective of several operands.
+    total += cost[kind] * sum(int(x) for x in re.findall(r"[sf]32\[(\d+)\]", shapes))
+  _, state = step(state, grads)
+  assert float(get_stats(state).bytes_sent) == pytest.approx(total)
+
+
+@pytest.mark.parametrize("how", ["vmap", "shard_map"])
+def test_a_threshold_alone_sends_all_that_reaches_it(how):
+  n, size = 2, 5000
+  tx = hard_threshold(None, w.AXIS, num_workers=n, threshold=0.5)
+  workers = w.run_on(tx, n, jnp.zeros(size), how)
+  values = np.random.default_rng(0).uniform(-1, 1, (n, size)).astype(np.float32)
+  updates, state = workers.step(workers.init(jnp.zeros(size)), jnp.asarray(values))
+  update, got = w.agreed(workers, updates, state)
+  reached = (np.abs(values) >= 0.5).any(axis=0)
+  np.testing.assert_allclose(update, np.where(reached, values.mean(axis=0), 0), atol=1e-7)
+  assert got.stats.overflow == 0 and got.stats.selected == reached.sum()
+  assert got.stats.threshold_used == 0.5
+
+
+def test_a_scheduled_hard_threshold():
+  workers = compiled("hard_threshold", N_WORKERS, "vmap", early, capacity_factor=None)
+  state = workers.init(PARAMS)
+  for t in range(4):
+    _, state = workers.step(state, gradients(t, N_WORKERS))
+    expected = 1 / (2 * np.sqrt(int(early(t) * SIZE)))
+    np.testing.assert_allclose(w.stats_of(workers, state).threshold_used, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  "make, options, error, message",
+  [
+    (hard_threshold, {"density": None}, ValueError, "a density or a threshold, got None for both"),
+    (hard_threshold, {"threshold": -1.0}, ValueError, "threshold must be positive.*got -1.0"),
+    (sage, {"seed": 0.5}, TypeError, "seed must be an integer, got 0.5"),
+    (random_k, {"seed": "a"}, TypeError, "seed must be an integer, got 'a'"),
+    (sidco, {"fit": "gamma"}, ValueError, "fit must be one of 'exponential', .*got 'gamma'"),
+    (sidco, {"stages": 0}, ValueError, "stages must be at least 1, got 0"),
+    (sidco, {"stages": "many"}, TypeError, "stages must be an integer, got 'many'"),
+  ],
+)
+def test_arguments(make, options, error, message):
+  with pytest.raises(error, match=message):
+    make(**{"density": 0.1, "axis_name": w.AXIS, **options})
