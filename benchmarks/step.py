@@ -52,8 +52,8 @@ def elements(shapes):
 
 
 @contextlib.contextmanager
-def alone(n):
-  """Within it, `update` takes itself for one of n workers, and its own message for everyone's."""
+def alone(n, rank=None):
+  """Within it, `update` takes itself for worker ``rank`` of n, its own message for everyone's."""
   module = importlib.import_module
   with contextlib.ExitStack() as patches:
 
@@ -67,9 +67,12 @@ def alone(n):
     patch("exchange", "all_gather", several)
     for where in ("exchange", "exclusive"):
       patch(where, "psum", lambda x, axis_name: x * n)
+    for where in ("sparsifiers.clt_k", "sparsifiers.deft"):  # sums to which one worker contributes
+      patch(where, "psum", lambda x, axis_name: x)
     patch("transform", "check_bound", lambda axis_name, caller: n)
     patch("transform", "check_local", lambda grads, axis_name: None)
-    patches.enter_context(mock.patch.object(jax.lax, "axis_index", lambda axes: jnp.int32(n // 2)))
+    mine = jnp.int32(n // 2) if rank is None else rank
+    patches.enter_context(mock.patch.object(jax.lax, "axis_index", lambda axes: mine))
     yield
 
 

@@ -3,6 +3,7 @@
 import importlib
 import json
 
+import compare
 import control
 import device
 import inputs
@@ -26,6 +27,29 @@ def test_control_measures_and_draws(tmp_path, monkeypatch, capsys):
 def test_first_in_band():
   assert control.first_in_band(np.array([3.0, 1.2, 1.05])) == 2
   assert control.first_in_band(np.array([3.0])) is None
+
+
+@pytest.mark.slow
+def test_compare_measures_once_and_draws(tmp_path, monkeypatch, capsys):
+  # Devices are set up already.
+  monkeypatch.setattr(compare.train_mnist, "use_devices", lambda number, parser: None)
+  table, pictures = tmp_path / "rows.json", tmp_path / "pictures"
+  arguments = ["--quick", "--only", "exdyna", "top_k", "--json", str(table), "--out", str(pictures)]
+  monkeypatch.setattr("sys.argv", ["compare.py", *arguments])
+  compare.main()
+  exdyna, top_k = json.loads(table.read_text())
+  assert (exdyna["algorithm"], exdyna["n"], top_k["algorithm"]) == ("exdyna", 2, "top_k")
+  assert exdyna["build-up"] == exdyna["picked"] < 1.5 < top_k["build-up"] <= 2
+  assert top_k["time"] == 1 and top_k["padding"] == 1
+  assert 0 < exdyna["bytes"] < 0.1 and 0 < exdyna["MNIST bytes"] < 0.1
+  assert "top_k" in capsys.readouterr().out
+  drawn = {path.stem for path in pictures.iterdir()}
+  assert drawn == {"build-up", "density", "picked", "padding", "bytes", "time", "accuracy"}
+
+  for part in ("on_trace", "times", "on_mnist"):  # what the file holds is not measured again
+    monkeypatch.setattr(compare, part, None)
+  compare.main()
+  assert json.loads(table.read_text()) == [exdyna, top_k]
 
 
 def test_inputs_repeat():
