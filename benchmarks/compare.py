@@ -48,6 +48,7 @@ from exdyna_jax.density import target_count
 AXIS = train_mnist.AXIS
 DENSITY = 0.01
 PROFILE = "unbalanced"
+PARTS = ("trace", "time", "mnist")
 ELEMENTS_PER_CALL = 2e7  # gradients handed over at once
 
 
@@ -168,21 +169,17 @@ class Alone:
 
 def times(names, n, effort):
   """Name -> time of one worker's step; top_k is always among them."""
-  flat = [inputs.grad(effort.timed_size, t, 0, profile=PROFILE) for t in range(2)]
-  grads = [in_layers(jnp.asarray(x)) for x in flat]
+  grads = [in_layers(inputs.grad(effort.timed_size, t, 0, profile=PROFILE)) for t in range(2)]
   names = [name for name in VARIANTS if name in {*names, "top_k"} - {"dense"}]
   contestants = {name: Alone(name, n, grads, effort.warm_up) for name in names}
   seconds = measure.medians(contestants, effort.repeats)
-  return {
-    name: {"ms": 1e3 * value, "time": value / seconds["top_k"]} for name, value in seconds.items()
-  }
+  return {name: {"ms": 1e3 * s, "time": s / seconds["top_k"]} for name, s in seconds.items()}
 
 
 def on_mnist(name, n, effort):
   """Accuracy and traffic of the demo's training, emulated on n devices of one process."""
-  options = argparse.Namespace(
-    workers=n, batch=effort.images // n, steps=effort.trained_steps, seed=0
-  )
+  batch, steps = effort.images // n, effort.trained_steps
+  options = argparse.Namespace(workers=n, batch=batch, steps=steps, seed=0)
   make_optimizer, lr = train_mnist.OPTIMIZERS["rms"]
   tx = optax.chain(transformation(name, n), make_optimizer(lr))
   run = train_mnist.train(name, tx, mnist_data.load(None, 0), options)
@@ -198,11 +195,9 @@ def fill(rows, args, effort, done):
 
   workers = args.workers
   if "trace" in args.parts and any(missing("build-up", n) for n in workers):
-    most = range(max(workers))
-    grads = np.empty((effort.steps, len(most), effort.size), np.float32)
-    for t in range(effort.steps):
-      for worker in most:  # the same for any number of them
-        grads[t, worker] = inputs.grad(effort.size, t, worker, profile=PROFILE)
+    grads = np.empty((effort.steps, max(workers), effort.size), np.float32)
+    for t, worker in np.ndindex(grads.shape[:2]):  # the same for any number of workers
+      grads[t, worker] = inputs.grad(effort.size, t, worker, profile=PROFILE)
     for n in workers:
       for name in missing("build-up", n):
         rows[name, n] |= on_trace(name, n, grads, effort.settled)
@@ -225,8 +220,7 @@ def main():
   parser.add_argument("--json", type=pathlib.Path, help="keep the rows here")
   parser.add_argument("--out", type=pathlib.Path, help="folder for a picture per column")
   parser.add_argument("--only", nargs="*", choices=VARIANTS, default=list(VARIANTS))
-  parts = ("trace", "time", "mnist")
-  parser.add_argument("--parts", nargs="*", choices=parts, default=parts)
+  parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
   parser.add_argument("--workers", type=int, nargs="*", help="numbers of them (2 4 8 16)")
   parser.add_argument("--quick", action="store_true", help="everything tiny: does it run at all?")
   args = parser.parse_args()
@@ -248,7 +242,6 @@ def main():
   fill(rows, args, effort, done)
   measure.print_table(filled())
   if args.out:
-    args.out.mkdir(parents=True, exist_ok=True)
     pictures.draw(filled(), args.out)
 
 

@@ -29,10 +29,12 @@ COLUMNS = {
 }
 TICKS = (1, 1.2, 1.5, 2, 3, 4, 5, 7)  # times a power of ten
 LABEL_GAP = 0.055  # of the height of the axes
+ROUNDS = 500  # of moving labels apart
 
 
 def draw(rows, folder):
   """Writes ``folder/COLUMN.png`` for each column that the rows have."""
+  folder.mkdir(parents=True, exist_ok=True)
   for column in COLUMNS:
     if any(column in row for row in rows):
       _picture(rows, column).savefig(folder / f"{column}.png", dpi=90)
@@ -71,14 +73,14 @@ def _label(axes, ends):
   """Names at the right ends of the lines, moved apart where they would overlap."""
   to_height = axes.transScale + axes.transLimits
   heights = {name: to_height.transform((x, y))[1] for name, (x, y, _) in ends.items()}
-  places, last = {}, -np.inf
-  for name in sorted(heights, key=heights.get):
-    last = places[name] = max(heights[name], last + LABEL_GAP)
-  # What has been pushed out at the top goes down again, and pushes the others.
-  bound = 1.0
-  for name in sorted(places, key=places.get, reverse=True):
-    bound = places[name] = min(places[name], bound)
-    bound -= LABEL_GAP
+  order = sorted(heights, key=heights.get)
+  places = np.array([heights[name] for name in order])
+  for _ in range(ROUNDS):  # neighbours that are too close push each other away
+    push = np.maximum(LABEL_GAP - np.diff(places), 0) / 2
+    places[:-1] -= push
+    places[1:] += push
+    places = np.clip(places, 0, 1)
+  places = dict(zip(order, places, strict=True))
   for name, (x, y, colour) in ends.items():
     axes.annotate(
       name,
@@ -88,5 +90,12 @@ def _label(axes, ends):
       color=colour,
       va="center",
       fontsize=9,
-      arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.6, "shrinkA": 1, "shrinkB": 4},
+      arrowprops={
+        "arrowstyle": "-",
+        "color": colour,
+        "lw": 0.6,
+        "shrinkA": 1,
+        "shrinkB": 4,
+        "relpos": (0, 0.5),  # from the middle of the text's left end
+      },
     )

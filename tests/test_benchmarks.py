@@ -6,6 +6,7 @@ import compare
 import control
 import inputs
 import numpy as np
+import pytest
 
 
 def test_control_measures_and_draws(tmp_path, monkeypatch, capsys):
@@ -26,6 +27,7 @@ def test_first_in_band():
   assert control.first_in_band(np.array([3.0])) is None
 
 
+@pytest.mark.slow
 def test_compare_measures_once_and_draws(tmp_path, monkeypatch, capsys):
   # Devices are set up already.
   monkeypatch.setattr(compare.train_mnist, "use_devices", lambda number, parser: None)
