@@ -35,7 +35,8 @@ def hard_threshold(
 
   Every worker picks :math:`I_r = \{i : |acc_i| \geq threshold\}` of its own ``acc = gradient +
   residual``; the values of all workers are summed at the union :math:`I = \bigcup_r I_r`. How much
-  is sent is up to the gradients: the error that stays on a worker is bounded, the traffic is not.
+  is sent is up to the gradients. With ``capacity_factor=None`` the error that stays on a worker is
+  bounded and the traffic is not; with a capacity it is the other way round.
 
   Args:
     density: share of the N elements, in (0, 1], or an optax schedule of it. Without ``threshold``,
