@@ -1,5 +1,6 @@
 """The state of a sparsifier, its statistics, and how they lie on a mesh."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -101,6 +102,17 @@ def check_state(state: Any, size: int, num_workers: int) -> None:
       " of the mapped function."
     )
   raise ValueError(f"residual has shape {shape}, but the gradients need ({size},). {cure}")
+
+
+def check_memory(state: State, init: Callable[[], tuple[Any, Any, Any]]) -> None:
+  """Raises ValueError unless the memory is of the kind that ``init`` makes."""
+  _, _, memory = jax.eval_shape(init)
+  found, needed = (str(jax.tree.structure(tree)) for tree in (state.memory, memory))
+  if found != needed:
+    raise ValueError(
+      f"the state belongs to another algorithm: its memory is {found}, not {needed}. Make the state"
+      " anew with the init of this one."
+    )
 
 
 def _is_state(node: Any) -> bool:

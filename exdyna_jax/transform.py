@@ -3,6 +3,7 @@
 What differs between algorithms is in `Algorithm`; everything that they share is here.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from .algorithm import Algorithm, Outcome
 from .density import Density
 from .integers import from_bits, saturated_sum
 from .ranks import strided
-from .state import State, Stats, check_state, empty_stats
+from .state import State, Stats, check_memory, check_state, empty_stats
 from .threshold import as_threshold
 from .varying import (
   AxisName,
@@ -75,6 +76,7 @@ def sparsifier(
     check_local(updates, axis_name)
     size = flat.flat_size(updates)
     check_state(state, size, n)
+    check_memory(state, functools.partial(algorithm.init, size, n))
     if size == 0:
       return flat.unflatten(jnp.zeros((0,)), updates), state
 

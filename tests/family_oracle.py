@@ -94,7 +94,7 @@ def deft(t, acc, k, layers):
       if bins[i] == (t + r) % n:
         mine += list(start + largest(np.abs(acc[r, start:end]), own[i]))
       elif bins[i] == n:
-        mine += [j for j in range(start, end) if j % n == r and acc[r, j]]
+        mine += [j for j in range(start, end) if j % n == (t + r) % n and acc[r, j]]
     picks.append(np.array(mine, int))
   return picks
 

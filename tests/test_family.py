@@ -10,7 +10,7 @@ import pytest
 import workers as w
 from family import DENSITY, FAMILY, PARAMS, SIZE, compiled, early, gradients, take_step
 
-from exdyna_jax import get_stats, hard_threshold, random_k, sage, sidco
+from exdyna_jax import deft, get_stats, hard_threshold, random_k, sage, sidco, top_k
 
 N_WORKERS, STEPS = 4, 8
 K = int(DENSITY * SIZE)
@@ -212,3 +212,27 @@ def test_a_scheduled_hard_threshold():
 def test_arguments(make, options, error, message):
   with pytest.raises(error, match=message):
     make(**{"density": 0.1, "axis_name": w.AXIS, **options})
+
+
+@pytest.mark.parametrize("density", [0.2, 1.0])
+def test_deft_sends_what_only_one_worker_has(density):
+  """Whoever listed a scalar leaf saw a zero of its own, in every step, and never sent it."""
+  n, steps = 4, 12
+  shapes = {"a": (8,), "s": (), "t": ()}
+  grads = {name: jnp.zeros((n, *shape)).at[0].set(1.0) for name, shape in shapes.items()}
+  tx = deft(density, "data", num_workers=n)
+  state = jax.vmap(tx.init, axis_name="data")(grads)
+  step = jax.jit(jax.vmap(tx.update, axis_name="data"))
+  for _ in range(steps):
+    _, state = step(grads, state)
+  most = 0 if density == 1 else n  # no scalar waits for longer than a round of the workers
+  assert float(state.residual[:, 8:].max()) <= most
+  assert density < 1 or int(state.stats.selected[0]) == 10
+
+
+def test_the_state_of_another_algorithm_is_refused():
+  state = top_k(0.1, "data", num_workers=1).init(jnp.zeros(40))
+  tx = sage(0.1, "data", num_workers=1)
+  one = jax.tree.map(lambda x: x[None], state)
+  with pytest.raises(ValueError, match="another algorithm.*init"):
+    jax.vmap(tx.update, axis_name="data")(jnp.zeros((1, 40)), one)

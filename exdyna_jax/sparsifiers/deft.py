@@ -82,15 +82,19 @@ def deft(
     magnitudes = jnp.abs(accumulator.whole(acc).astype(jnp.float32))
     k = target_at(wanted, state.step, size)
     counts = layers.shares(layers.norms(magnitudes, pieces), pieces, k)
+    # Shares that exceed their piece are not handed on, but everything is everything.
+    counts = jnp.where(k < size, counts, pieces.sizes)
     # One worker packs for all, by its own counts: another one in each step.
     packs = rank == state.step % n
     bins = psum(jnp.where(packs, layers.bins(counts, pieces, n), 0), axis_name)
-    own = bins == owned_partition(state.step, rank, n)
-    # A piece of which everything is sent has no owner: all know its indices, and list a part each.
+    mine = owned_partition(state.step, rank, n)
+    own = bins == mine
+    # A piece of which everything is sent has no owner: all know its indices, and list a part each,
+    # another one in each step.
     element, chosen = _largest_of(magnitudes, pieces, jnp.where(own, counts, 0))
-    chosen |= (bins == n)[layers.piece_of(pieces)] & (element % n == rank)
-    # Zeros would cost an index and change nothing.
-    chosen &= ~(magnitudes[element] <= 0)
+    chosen |= (bins == n)[layers.piece_of(pieces)] & (element % n == mine)
+    # Zeros of one's own would cost an index; those of others have another worker's turn.
+    chosen &= ~((magnitudes[element] <= 0) & (k < size))
     hits = selection.find(
       accumulator.made(chosen.astype(jnp.float32)), jnp.int32(0), jnp.int32(size), jnp.float32(1)
     )
