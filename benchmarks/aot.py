@@ -76,6 +76,7 @@ def devices_of(args):
       return topologies.get_topology_desc(platform="cuda", **described).devices
     slices = {"num_slices": args.slices} if args.slices > 1 else {}
     return topologies.get_topology_desc(args.topology, "tpu", **slices).devices
+  # What JAX raises where there is no compiler for the platform, or no such topology.
   except (NotImplementedError, RuntimeError) as error:
     raise SystemExit(
       f"--platform {args.platform} --topology {args.topology}: {error}. If its compiler is not"

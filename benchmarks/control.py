@@ -64,7 +64,7 @@ KEPT_ELEMENTS = 4e6  # of a step, for its gradients to be kept
 @functools.lru_cache(maxsize=STEPS)
 def gradients(size, n, step, profile):
   """Float32 ``[n, N]`` of one step; the first ones are kept, since all rules see the same."""
-  return np.stack([inputs.grad(size, step, r, profile=profile) for r in range(n)])
+  return inputs.grads(size, step, n, profile=profile)
 
 
 @functools.cache

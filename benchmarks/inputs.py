@@ -33,6 +33,11 @@ def grad(size, step, worker, *, seed=2026, scale=1.0, profile="unbalanced"):
   return (z * np.abs(z) * _element_scales(size, profile) * scale).astype(np.float32)
 
 
+def grads(size, step, num_workers, **options):
+  """The gradients of all workers in one step: float32 `[n, size]`."""
+  return np.stack([grad(size, step, worker, **options) for worker in range(num_workers)])
+
+
 def _normal(key, size):
   """Roughly normal float64 `[size]`: mean 0, deviation 1, never beyond 3.47."""
   words = np.random.PCG64(np.random.SeedSequence(key)).random_raw(size)

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import measure
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from exdyna_jax import exdyna, state_specs
@@ -111,7 +112,10 @@ class Floor:
   def __init__(self, size):
     self.grads = [tree_of([(size,)], seed)[0] for seed in range(GRADIENTS)]
     self.residual = jnp.zeros((size,))
-    add = lambda residual, grad: (residual + grad, jnp.zeros_like(grad))  # noqa: E731
+
+    def add(residual, grad):
+      return residual + grad, jnp.zeros_like(grad)
+
     self.add = jax.jit(add, donate_argnums=0)
     self.turn = 0
 
@@ -130,10 +134,11 @@ class OnDevices:
     tx = exdyna(DENSITY, AXIS, num_workers=n)
     self.state = tx.init(jnp.zeros((size,)))
     specs = state_specs(self.state, AXIS)
-    place = lambda spec: jax.sharding.NamedSharding(mesh, spec)  # noqa: E731
-    self.state = jax.device_put(self.state, jax.tree.map(place, specs))
+    placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    self.state = jax.device_put(self.state, placed)
     rng = np.random.default_rng(0)
-    self.grads = jax.device_put(rng.standard_normal(n * size, np.float32), place(P(AXIS)))
+    grads = rng.standard_normal(n * size, np.float32)
+    self.grads = jax.device_put(grads, NamedSharding(mesh, P(AXIS)))
 
     def step(grads, state):
       return (state, jax.lax.pmean(grads, AXIS)) if dense else tx.update(grads, state)[::-1]

@@ -37,8 +37,13 @@ class Outcome(NamedTuple):
   seen: Any  # sum over the messages of `Algorithm.observe`
 
 
+def no_partitions(n: int) -> jax.Array:
+  """The boundaries where the vector is not shared out, int32 ``[n + 1]``: zeros."""
+  return jnp.zeros((n + 1,), jnp.int32)
+
+
 def _init_nothing(size, n):
-  return as_threshold(0.0), jnp.zeros((n + 1,), jnp.int32), ()
+  return as_threshold(0.0), no_partitions(n), ()
 
 
 def _observe_nothing(indices, size, n):

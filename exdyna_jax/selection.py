@@ -27,7 +27,6 @@ GPU_CHUNK = 1024 * ROW_SIZE
 
 _BIT = np.uint32(1) << np.arange(BITS, dtype=np.uint32)
 
-
 # Longer ranges than so many equal shares are rare; a small window saves nothing.
 WINDOW_SHARES = 4
 MIN_WINDOW = 2**18
@@ -147,8 +146,8 @@ def count_reaching(
     mine = acc._replace(parts=parts)
     nothing = accumulator.zeros(mine, levels.shape, jnp.int32)
     chunk = _fitting(accumulator.size(mine), chunk)
-    sample = (math.gcd(every, chunk // ROW_SIZE), step)
-    return _over_chunks(mine, start, end, add, nothing, chunk, sample)
+    rows = math.gcd(every, chunk // ROW_SIZE)
+    return _over_chunks(mine, start, end, add, nothing, chunk, rows, step)
 
   return _by_chunk(chunk, count, start, end, levels, jnp.asarray(step), *acc.parts)
 
@@ -190,8 +189,8 @@ def _sampled(words, every, step):
   return lax.dynamic_index_in_dim(rows, step % every, 1, keepdims=False).reshape(-1, BITS)
 
 
-def _over_chunks(acc, start, end, step, carry, chunk, sample=None):
-  """Folds ``step(carry, j, reached)`` over the chunks of ``acc[start:end]``.
+def _over_chunks(acc, start, end, fold, carry, chunk, every=1, step=0):
+  """Folds ``fold(carry, j, reached)`` over the chunks of ``acc[start:end]``.
 
   ``reached(threshold)`` is bool ``[..., words of a chunk, BITS]``, true for the elements of chunk j
   that are in the range and not below the threshold.
@@ -214,8 +213,7 @@ def _over_chunks(acc, start, end, step, carry, chunk, sample=None):
     position = (low - wanted + word * BITS + bit).astype(jnp.uint32)
     inside = position < (end - wanted).astype(jnp.uint32)
     magnitude = jnp.abs(accumulator.read(acc, low, chunk).astype(jnp.float32)).reshape(shape)
-    if sample is not None:
-      inside, magnitude = (_sampled(x, *sample) for x in (inside, magnitude))
-    return j + 1, step(carry, j, lambda threshold: ~(magnitude < threshold) & inside)
+    inside, magnitude = (_sampled(x, every, step) for x in (inside, magnitude))
+    return j + 1, fold(carry, j, lambda threshold: ~(magnitude < threshold) & inside)
 
   return lax.while_loop(lambda state: state[0] < trips, body, (jnp.int32(0), carry))[1]

@@ -10,7 +10,7 @@ import optax
 
 from .. import accumulator, checks, ranks, selection
 from ..accumulator import Accumulator
-from ..algorithm import Algorithm, Outcome, Selection
+from ..algorithm import Algorithm, Outcome, Selection, no_partitions
 from ..density import parse_density, target_at
 from ..state import State
 from ..threshold import as_threshold, paper_initial
@@ -81,7 +81,7 @@ def hard_threshold(
     return as_threshold(constant or paper_initial(target_at(wanted, step, size)))
 
   def init(size: int, n: int) -> tuple[jax.Array, jax.Array, Any]:
-    return at(jnp.int32(0), size), jnp.zeros((n + 1,), jnp.int32), ()
+    return at(jnp.int32(0), size), no_partitions(n), ()
 
   def select(acc: Accumulator, state: State, rank: jax.Array) -> Selection:
     size = jnp.int32(accumulator.size(acc))

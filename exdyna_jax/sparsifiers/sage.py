@@ -10,7 +10,7 @@ import optax
 
 from .. import accumulator, checks, ranks, selection
 from ..accumulator import Accumulator
-from ..algorithm import Algorithm, Outcome, Selection
+from ..algorithm import Algorithm, Outcome, Selection, no_partitions
 from ..density import parse_density, target_at
 from ..integers import as_bits, from_bits
 from ..state import State
@@ -92,7 +92,7 @@ def sage(
   def init(size: int, n: int) -> tuple[jax.Array, jax.Array, _Memory]:
     first = as_threshold(paper_initial(target_at(wanted, jnp.int32(0), size)))
     memory = _Memory(jnp.full((n,), first, jnp.float32), jnp.zeros((n,), jnp.float32))
-    return first, jnp.zeros((n + 1,), jnp.int32), memory
+    return first, no_partitions(n), memory
 
   def select(acc: Accumulator, state: State, rank: jax.Array) -> Selection:
     size = accumulator.size(acc)

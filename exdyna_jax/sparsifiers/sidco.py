@@ -11,7 +11,7 @@ import optax
 
 from .. import accumulator, checks, ranks, selection
 from ..accumulator import Accumulator
-from ..algorithm import Algorithm, Outcome, Selection
+from ..algorithm import Algorithm, Outcome, Selection, no_partitions
 from ..density import parse_density, target_at
 from ..integers import as_bits
 from ..state import State
@@ -99,7 +99,7 @@ def sidco(
 
   def init(size: int, n: int) -> tuple[jax.Array, jax.Array, _Memory]:
     memory = _Memory(jnp.int32(first), jnp.zeros((), jnp.float32))
-    return as_threshold(0.0), jnp.zeros((n + 1,), jnp.int32), memory
+    return as_threshold(0.0), no_partitions(n), memory
 
   def select(acc: Accumulator, state: State, rank: jax.Array) -> Selection:
     size = accumulator.size(acc)
