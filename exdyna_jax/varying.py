@@ -5,6 +5,7 @@ vary. Under ``check_vma=False``, ``pmap`` and ``vmap`` it does not, and nothing 
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -42,12 +43,19 @@ def check_bound(axis_name: AxisName, caller: str) -> int:
   """Number of workers along ``axis_name``; ValueError with the cure where it is not bound."""
   size = bound_axis_size(axis_name)
   if size is None:
+    # The axes of shard_map and pmap; nothing public tells those of vmap.
+    bound = jax.sharding.get_abstract_mesh().manual_axes
+    others = f" ({_names(bound)} {'is' if len(bound) == 1 else 'are'})" if bound else ""
     raise ValueError(
-      f"{caller} needs the mesh axis {axis_name!r}, which is not bound here. Call it inside"
+      f"{caller} needs the mesh axis {axis_name!r}, which is not bound here{others}. Call it inside"
       f" jax.shard_map over a mesh with that axis (or inside jax.pmap or jax.vmap with"
       f" axis_name={axis_name!r})."
     )
   return size
+
+
+def _names(axes: Iterable[str]) -> str:
+  return ", ".join(map(repr, axes))
 
 
 def check_num_workers(axis_name: AxisName, num_workers: int | None, size: int) -> None:
@@ -77,9 +85,10 @@ def resolve_workers(
     return math.prod(mesh_shape[a] for a in axis_tuple(axis_name)), False
   if not needed:
     return 1, False
+  found = f" (the mesh that is set has {_names(mesh_shape)})" if mesh_shape else ""
   raise ValueError(
-    f"the number of workers along {axis_name!r} is unknown in init. Pass num_workers=, or call"
-    " init under jax.set_mesh(mesh) with that axis, or inside jax.shard_map over it."
+    f"the number of workers along {axis_name!r} is unknown in init{found}. Pass num_workers=, or"
+    " call init under jax.set_mesh(mesh) with that axis, or inside jax.shard_map over it."
   )
 
 

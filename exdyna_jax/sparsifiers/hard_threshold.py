@@ -19,6 +19,7 @@ from ..varying import AxisName
 
 # Of how many elements the messages have room for one, where nobody knows how many will come.
 MESSAGE_DENSITY = 1e-3
+CAPACITY_FACTOR = 1.25
 
 
 def hard_threshold(
@@ -27,7 +28,7 @@ def hard_threshold(
   *,
   num_workers: int | None = None,
   threshold: float | None = None,
-  capacity_factor: float | None = 1.25,
+  capacity_factor: float | None = CAPACITY_FACTOR,
   residual_dtype: Any = jnp.float32,
   nonfinite: str = "skip",
 ) -> optax.GradientTransformationExtraArgs:
@@ -72,10 +73,16 @@ def hard_threshold(
   constant = checks.check_positive("threshold", threshold, "taken from the density")
   if density is None and constant is None:
     raise ValueError("hard_threshold needs a density or a threshold, got None for both.")
+  checks.check_positive("capacity_factor", capacity_factor, "never truncate")
   if density is None:
-    capacity_factor, wanted = None, parse_density(MESSAGE_DENSITY)
-  else:
-    wanted = parse_density(density)
+    if capacity_factor not in (None, CAPACITY_FACTOR):
+      raise ValueError(
+        f"capacity_factor={capacity_factor!r} needs a density, got None: a worker's capacity is"
+        " ceil(capacity_factor * k), and k follows from the density. Give a density beside the"
+        " threshold, or leave capacity_factor out to send all picks."
+      )
+    capacity_factor, density = None, MESSAGE_DENSITY
+  wanted = parse_density(density)
 
   def at(step: jax.Array, size: int) -> jax.Array:
     return as_threshold(constant or paper_initial(target_at(wanted, step, size)))

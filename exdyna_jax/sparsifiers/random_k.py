@@ -61,7 +61,7 @@ def random_k(
     <https://arxiv.org/abs/2009.09271>`_, 2020.
   """
   wanted = parse_density(density)
-  seed = checks.check_integer("seed", seed)
+  seed = checks.check_seed("seed", seed)
 
   def select(acc: Accumulator, state: State, rank: jax.Array) -> Selection:
     size = accumulator.size(acc)

@@ -87,7 +87,7 @@ def sage(
     Supercomputing, 2023.
   """
   wanted = parse_density(density)
-  seed = checks.check_integer("seed", seed)
+  seed = checks.check_seed("seed", seed)
 
   def init(size: int, n: int) -> tuple[jax.Array, jax.Array, _Memory]:
     first = as_threshold(paper_initial(target_at(wanted, jnp.int32(0), size)))

@@ -30,7 +30,8 @@ class _Memory(NamedTuple):
   """What SIDCo remembers."""
 
   stages: jax.Array  # int32 [], of the next step
-  achieved: jax.Array  # float32 [], selected / wanted, summed over the steps of this window
+  steps: jax.Array  # int32 [], taken in this window; those in which all is zero do not count
+  achieved: jax.Array  # float32 [], selected / wanted, summed over these steps
 
 
 def sidco(
@@ -93,12 +94,12 @@ def sidco(
   """
   wanted = parse_density(density)
   checks.check_choice("fit", fit, tuple(FITS))
-  adaptive = stages == "adaptive"
+  adaptive = isinstance(stages, str) and stages == "adaptive"
   first = 1 if adaptive else checks.check_count("stages", stages)
   most = max(math.ceil(math.log2(1 / wanted.lowest)), 1)
 
   def init(size: int, n: int) -> tuple[jax.Array, jax.Array, _Memory]:
-    memory = _Memory(jnp.int32(first), jnp.zeros((), jnp.float32))
+    memory = _Memory(jnp.int32(first), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32))
     return as_threshold(0.0), no_partitions(n), memory
 
   def select(acc: Accumulator, state: State, rank: jax.Array) -> Selection:
@@ -119,10 +120,12 @@ def sidco(
     if adaptive:
       k = target_at(wanted, state.step, state.residual.shape[0])
       achieved = new.achieved + total / (n * jnp.asarray(k, jnp.float32))
-      mean, due = achieved / WINDOW, (state.step + 1) % WINDOW == 0
+      steps = new.steps + 1
+      mean, due = achieved / WINDOW, steps == WINDOW
       change = jnp.where(mean < TOO_FEW, 1, jnp.where(mean > TOO_MANY, -1, 0))
       stages = jnp.clip(new.stages + jnp.where(due, change, 0), 1, most)
-      new = _Memory(stages.astype(jnp.int32), jnp.where(due, 0.0, achieved))
+      kept = (jnp.where(due, 0, x) for x in (steps, achieved))
+      new = _Memory(stages.astype(jnp.int32), *kept)
     # Steps in which all is zero say nothing.
     old = (state.threshold, state.memory)
     new = jax.tree.map(
