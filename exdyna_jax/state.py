@@ -1,14 +1,18 @@
 """The state of a sparsifier, its statistics, and how they lie on a mesh."""
 
+import inspect
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import PartitionSpec
 
 from .threshold import as_threshold
 from .varying import AxisName, axis_tuple, check_axis_name
+from .wrappers import check_wrappers
 
 
 class Stats(NamedTuple):
@@ -77,13 +81,14 @@ def empty_stats(num_workers: int) -> Stats:
   )
 
 
-def check_state(state: Any, size: int, num_workers: int) -> None:
-  """Raises unless ``state`` is ours and was made for ``size`` elements on ``num_workers``."""
+def check_state(state: Any, size: int, num_workers: int, residual_dtype: Any) -> None:
+  """Raises unless ``state`` is ours and was made for these elements, workers and dtype."""
   if not isinstance(state, State):
     raise TypeError(
-      f"update needs the State that init returned, got {type(state).__name__}. In an optax.chain,"
-      " pass the state of the whole chain to the update of the whole chain. After a checkpoint, put"
-      " the leaves back: jax.tree.unflatten(jax.tree.structure(tx.init(params)), leaves)."
+      f"update needs the State that init returned, got {type(state).__name__}. The gradients come"
+      " first: update(gradients, state). In an optax.chain, pass the state of the whole chain to"
+      " the update of the whole chain. After a checkpoint, put the leaves back:"
+      " jax.tree.unflatten(jax.tree.structure(tx.init(params)), leaves)."
     )
   made_for = state.boundaries.shape[0] - 1
   if made_for != num_workers:
@@ -91,15 +96,28 @@ def check_state(state: Any, size: int, num_workers: int) -> None:
       f"the state was made for {made_for} workers, but the mesh axis has {num_workers}. Make it"
       f" anew with init for this mesh, with num_workers={num_workers} if it is given."
     )
-  shape = state.residual.shape
+  shape, dtype = state.residual.shape, state.residual.dtype
+  if dtype != residual_dtype:
+    raise ValueError(
+      f"residual is of {dtype}, but residual_dtype={residual_dtype}. Restore the state in the"
+      " dtypes in which it was saved, and keep residual_dtype."
+    )
   if shape == (size,):
     return
-  cure = "The state belongs to another model: make it anew with init for these parameters."
+  cure = (
+    "The state belongs to another model, or these are not the gradients of the parameters that init"
+    " has seen: make it anew with init for these parameters."
+  )
   if shape == (num_workers * size,):
     cure = (
       "It holds the residuals of all workers: split it over the mesh axis, with"
       " in_specs=exdyna_jax.state_specs(opt_state, axis_name). Under pmap or vmap, call init inside"
       " of the mapped function."
+    )
+  elif num_workers * math.prod(shape) == size:
+    cure = (
+      "It is the residual of one worker, split over all of them: return the state with"
+      " out_specs=exdyna_jax.state_specs(opt_state, axis_name) too."
     )
   raise ValueError(f"residual has shape {shape}, but the gradients need ({size},). {cure}")
 
@@ -134,7 +152,10 @@ def state_specs(tree: Any, axis_name: AxisName) -> Any:
     A tree of the same structure with a PartitionSpec for every array.
 
   Raises:
-    TypeError: ``axis_name`` is not a name or a tuple of names.
+    TypeError: ``axis_name`` is not a name or a tuple of names, or ``tree`` is no state but what
+      makes it.
+    ValueError: the state is that of a wrapper which must not stand around a sparsifier:
+      ``optax.MultiSteps`` or ``optax.apply_if_finite``.
 
   Example:
     >>> import jax, jax.numpy as jnp, optax
@@ -145,6 +166,12 @@ def state_specs(tree: Any, axis_name: AxisName) -> Any:
     (True, True)
   """
   check_axis_name(axis_name)
+  if isinstance(tree, optax.GradientTransformation) or inspect.isroutine(tree):
+    raise TypeError(
+      f"state_specs needs a state, got a {type(tree).__name__}. Pass"
+      " jax.eval_shape(tx.init, params)."
+    )
+  check_wrappers(tree, _is_state)
   axes = axis_tuple(axis_name)
   sharded = PartitionSpec(axes[0] if len(axes) == 1 else axes)
 

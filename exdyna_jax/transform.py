@@ -73,9 +73,9 @@ def sparsifier(
     del params, extra_args
     n = check_bound(axis_name, "update")
     check_num_workers(axis_name, num_workers, n)
-    check_local(updates, axis_name)
     size = flat.flat_size(updates)
-    check_state(state, size, n)
+    check_state(state, size, n, residual_dtype)
+    check_local(updates, axis_name)
     check_memory(state, functools.partial(algorithm.init, size, n))
     if size == 0:
       return flat.unflatten(jnp.zeros((0,)), updates), state

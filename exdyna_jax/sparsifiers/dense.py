@@ -68,9 +68,9 @@ def dense(
     del params, extra_args
     n = check_bound(axis_name, "update")
     check_num_workers(axis_name, num_workers, n)
-    check_local(updates, axis_name)
     size = flat.flat_size(updates)
-    check_state(state, 0, n)  # nothing waits: the residual has no elements
+    check_state(state, 0, n, jnp.float32)  # nothing waits: the residual has no elements
+    check_local(updates, axis_name)
 
     def mean(leaf):
       return psum(leaf, axis_name) / n if flat.is_float(leaf) else flat.zeros(leaf)
