@@ -93,8 +93,9 @@ def check_state(state: Any, size: int, num_workers: int, residual_dtype: Any) ->
   made_for = state.boundaries.shape[0] - 1
   if made_for != num_workers:
     raise ValueError(
-      f"the state was made for {made_for} workers, but the mesh axis has {num_workers}. Make it"
-      f" anew with init for this mesh, with num_workers={num_workers} if it is given."
+      f"the state was made for {made_for} workers, but the mesh axis has {num_workers}. Take it"
+      f" over with exdyna_jax.reshard_state(state, {num_workers}), or make it anew with init for"
+      f" this mesh, with num_workers={num_workers} if it is given."
     )
   shape, dtype = state.residual.shape, state.residual.dtype
   if dtype != residual_dtype:

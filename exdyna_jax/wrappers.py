@@ -10,7 +10,7 @@ WRONG_AROUND: dict[type, str] = {
   optax.ApplyIfFiniteState: (
     "optax.apply_if_finite around a sparsifier lets each worker decide by its own gradients, and"
     " those that skip would leave the others waiting for ever. Drop it: nonfinite='skip' lets all"
-    " workers skip a step together."
+    " workers skip a step together, and max_consecutive_skips= limits how often in a row."
   ),
   optax.MultiStepsState: (
     "optax.MultiSteps around a sparsifier would send every micro-step and throw it away. Drop it:"
