@@ -30,14 +30,16 @@ def dense(
   Args:
     axis_name: mesh axis over which the batch is split, or a tuple of axes.
     num_workers: their number n. Needed only where ``init`` runs outside of the mapped function and
-      without ``jax.set_mesh``.
+      without ``jax.set_mesh``; default None.
 
   Returns:
     An ``optax.GradientTransformationExtraArgs``; its residual is empty, its density 1, and NaN
     goes through.
 
   Raises:
-    TypeError, ValueError: as `exdyna`.
+    TypeError: an argument is of the wrong type, a leaf is complex, or ``update`` gets no `State`.
+    ValueError: an argument is out of range, the axis is not bound, gradients are summed already,
+      there are more than 2**31 - 2 elements, or the state was made for another number of workers.
 
   Example:
     >>> import jax, jax.numpy as jnp

@@ -64,7 +64,7 @@ def exdyna(
       function of the number of steps taken with values in (0, 1]; threshold and traffic follow it.
     axis_name: mesh axis over which the batch is split, or a tuple of axes.
     num_workers: their number n. Needed only where ``init`` runs outside of the mapped function and
-      without ``jax.set_mesh``.
+      without ``jax.set_mesh``; default None.
     threshold: how the threshold follows the density. ``"secant"``: from the counts at a few levels
       around it to the next one; they travel with the indices. ``"in_step"``: from the same counts
       to this step's own threshold; closer, for one small all-reduce more. Both search for the exact

@@ -45,10 +45,12 @@ def hard_threshold(
       nothing of the gradients' scale. With it, only the capacity follows from the density; None
       then sends all picks.
     axis_name: mesh axis over which the batch is split, or a tuple of axes.
-    num_workers: their number n; None takes it from the mesh axis, where it is bound.
-    threshold: a positive number, in the gradients' unit; None takes it from the density.
+    num_workers: their number n. Needed only where ``init`` runs outside of the mapped function and
+      without ``jax.set_mesh``; default None.
+    threshold: a positive number, in the gradients' unit; None (default) takes it from the density.
     capacity_factor: each worker sends at most ``ceil(capacity_factor * k)`` indices; what exceeds
-      it is thinned out evenly and waits. None: all picks are sent.
+      it is thinned out evenly and waits. None: all picks are sent. Default 1.25. Needs a
+      density.
     residual_dtype: dtype of the residual and of all sums, at least 16 bits.
     nonfinite: ``"skip"`` or ``"propagate"``, as in `exdyna`.
 
@@ -56,7 +58,10 @@ def hard_threshold(
     An ``optax.GradientTransformationExtraArgs`` with a `State`, as `exdyna`.
 
   Raises:
-    TypeError, ValueError: as `exdyna`; or neither density nor threshold is given.
+    TypeError: an argument is of the wrong type, a leaf is complex, or ``update`` gets no `State`.
+    ValueError: an argument is out of range, neither density nor threshold is given, the axis is not
+      bound, gradients are summed already, there are more than 2**31 - 2 elements, or the state was
+      made for another model, algorithm or number of workers.
 
   Example:
     >>> import jax, jax.numpy as jnp

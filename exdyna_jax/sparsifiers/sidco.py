@@ -63,13 +63,15 @@ def sidco(
     density: share d of the N elements that each worker shall pick per step, in (0, 1]. Or an optax
       schedule, a function of the number of steps taken.
     axis_name: mesh axis over which the batch is split, or a tuple of axes.
-    num_workers: their number n; None takes it from the mesh axis, where it is bound.
-    fit: ``"exponential"`` or ``"generalized_pareto"``.
-    stages: how many, at least 1. ``"adaptive"``: from 1 on, every 5 steps one less where more than
-      120% of what was wanted was picked, one more where less than 80%.
+    num_workers: their number n. Needed only where ``init`` runs outside of the mapped function and
+      without ``jax.set_mesh``; default None.
+    fit: ``"exponential"`` (default) or ``"generalized_pareto"``.
+    stages: how many, at least 1. ``"adaptive"`` (default): from 1 on, every 5 steps one less where
+      more than 120% of what was wanted was picked, one more where less than 80%; steps in which
+      all is zero do not count.
     capacity_factor: each worker sends at most ``ceil(capacity_factor * k)`` indices, with ``k =
       max(1, int(d * N))``; what exceeds it is thinned out evenly and waits. None: all picks are
-      sent.
+      sent. Default 1.25.
     residual_dtype: dtype of the residual and of all sums, at least 16 bits.
     nonfinite: ``"skip"`` or ``"propagate"``, as in `exdyna`.
 
@@ -78,7 +80,10 @@ def sidco(
     mean of the workers' last thresholds. The largest entry is always picked, unless it is zero.
 
   Raises:
-    TypeError, ValueError: as `exdyna`.
+    TypeError: an argument is of the wrong type, a leaf is complex, or ``update`` gets no `State`.
+    ValueError: an argument is out of range, the axis is not bound, gradients are summed already,
+      there are more than 2**31 - 2 elements, or the state was made for another model, algorithm or
+      number of workers.
 
   Example:
     >>> import jax, jax.numpy as jnp
