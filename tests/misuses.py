@@ -10,6 +10,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 from training import (
   PARAMS,
+  SIZE,
   N,
   in_front_of_sgd,
   local_gradients,
@@ -23,7 +24,16 @@ from training import (
 )
 from workers import AXIS
 
-from exdyna_jax import dense, exdyna, get_stats, hard_threshold, local_params, state_specs, top_k
+from exdyna_jax import (
+  dense,
+  exdyna,
+  get_stats,
+  hard_threshold,
+  local_params,
+  reshard_state,
+  state_specs,
+  top_k,
+)
 
 
 class Misuse(NamedTuple):
@@ -113,7 +123,7 @@ MISUSES = {
   ),
   "state of another number of workers": Misuse(
     lambda: train(make(), state=make(num_workers=2).init(PARAMS)),
-    ValueError, "the state was made for 2 workers", "exdyna_jax.reshard_state(state, 4)",
+    ValueError, "the state was made for 2 workers", "exdyna_jax.reshard_state(opt_state, 4)",
   ),
   "state of another model": Misuse(
     lambda: train(make(), state=make().init({"w": jnp.zeros((11, 10))})),
@@ -165,6 +175,18 @@ MISUSES = {
     state_not_placed_on_an_explicit_mesh,
     ValueError, "does not match the specs of the input", "P('data',)",
   ),
+  "resharding the parameters": Misuse(
+    lambda: reshard_state(PARAMS, 2),
+    ValueError, "reshard_state found no state", "Pass the optimizer state that holds it",
+  ),
+  "resharding one worker's state": Misuse(
+    lambda: reshard_state(make().init(PARAMS)._replace(residual=jnp.zeros(SIZE + 1)), 2),
+    ValueError, "but reshard_state needs those of all", "Call it outside of the mapped function",
+  ),
+  "resharding in the step": Misuse(
+    lambda: jax.eval_shape(lambda: reshard_state(jax.jit(make().init)(PARAMS), 2)),
+    ValueError, "reshard_state needs the values of the state", "Call it outside of them",
+  ),
   "specs of the transformation": Misuse(
     lambda: state_specs(make(), AXIS),
     TypeError, "state_specs needs a state", "Pass jax.eval_shape(tx.init, params)",
@@ -194,6 +216,18 @@ MISUSES = {
   "a density for dense": Misuse(
     lambda: dense(density=0.1, axis_name=AXIS),
     TypeError, "got an unexpected keyword argument 'density'", "dense()",
+  ),
+  "a mask for other parameters": Misuse(
+    lambda: make(dense_mask={"bias": True}).init(PARAMS),
+    ValueError, "dense_mask has the structure", "A function of the tree always fits",
+  ),
+  "a mask of everything": Misuse(
+    lambda: make(dense_mask=True).init(PARAMS),
+    ValueError, "dense_mask leaves no element", "use exdyna_jax.dense(axis_name)",
+  ),
+  "a limit to skips where nothing is skipped": Misuse(
+    lambda: make(max_consecutive_skips=3, nonfinite="propagate"),
+    ValueError, "max_consecutive_skips=3 needs nonfinite='skip'", "Leave one of them out",
   ),
   "hyperparameters injected": Misuse(
     lambda: train(optax.inject_hyperparams(exdyna)(0.1, AXIS, num_workers=N)),
