@@ -1,16 +1,13 @@
 """Wrong programs that newcomers write, what they are told, and what cures them."""
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 from training import (
   PARAMS,
   SIZE,
+  Misuse,
   N,
   in_front_of_sgd,
   local_gradients,
@@ -23,27 +20,9 @@ from training import (
   train,
 )
 from workers import AXIS
+from wrong_arguments import WRONG_ARGUMENTS
 
-from exdyna_jax import (
-  dense,
-  exdyna,
-  get_stats,
-  hard_threshold,
-  local_params,
-  reshard_state,
-  state_specs,
-  top_k,
-)
-
-
-class Misuse(NamedTuple):
-  """A wrong program."""
-
-  program: Callable
-  error: type[Exception]
-  symptom: str  # the part of the message that docs/troubleshooting.md quotes
-  cure: str  # another part of it
-
+from exdyna_jax import exdyna, get_stats, local_params, reshard_state, state_specs, top_k
 
 SUMMED = "is the same on all workers of mesh axis"
 UNBOUND = "which is not bound here"
@@ -52,13 +31,10 @@ ONE_RESIDUAL = "It is the residual of one worker"
 OTHER_MODEL = "The state belongs to another model"
 NO_STATE = "update needs the State that init returned"
 DIFFERS = "out_specs which require replication"
-NO_DENSITY = "density must be a Python number in (0, 1]"
-OUT_OF_RANGE = "density must be in (0, 1]"
-STATIC = "not an array, for it decides what is compiled"
 AXIS_NAME = "axis_name must be the name of a mesh axis"
-CHOICE = "threshold must be one of"
 
 MISUSES = {
+  **WRONG_ARGUMENTS,
   # Gradients
   "gradients that jax.grad has summed": Misuse(
     lambda: train(make(), gradients=jax.grad(loss)),
@@ -198,57 +174,6 @@ MISUSES = {
   "statistics of two": Misuse(
     lambda: get_stats([make().init(PARAMS)] * 2),
     ValueError, "sparsifier states in a", "found 2",
-  ),
-  # Arguments
-  "a density in percent": Misuse(
-    lambda: make(density=5), ValueError, OUT_OF_RANGE, "0.001 sends 0.1% of the gradient",
-  ),
-  "a density as text": Misuse(
-    lambda: make(density="0.1%"), TypeError, NO_DENSITY, "such as 0.001 for 0.1%",
-  ),
-  "axis before density": Misuse(
-    lambda: exdyna("data", 0.1), TypeError, NO_DENSITY, "got 'data'",
-  ),
-  "a maker of schedules as density": Misuse(
-    lambda: make(density=optax.exponential_decay),
-    TypeError, "density is called with the number of steps taken", "optax.exponential_decay(0.25, ",
-  ),
-  "a density for dense": Misuse(
-    lambda: dense(density=0.1, axis_name=AXIS),
-    TypeError, "got an unexpected keyword argument 'density'", "dense()",
-  ),
-  "a mask for other parameters": Misuse(
-    lambda: make(dense_mask={"bias": True}).init(PARAMS),
-    ValueError, "dense_mask has the structure", "A function of the tree always fits",
-  ),
-  "a mask of everything": Misuse(
-    lambda: make(dense_mask=True).init(PARAMS),
-    ValueError, "dense_mask leaves no element", "use exdyna_jax.dense(axis_name)",
-  ),
-  "a limit to skips where nothing is skipped": Misuse(
-    lambda: make(max_consecutive_skips=3, nonfinite="propagate"),
-    ValueError, "max_consecutive_skips=3 needs nonfinite='skip'", "Leave one of them out",
-  ),
-  "hyperparameters injected": Misuse(
-    lambda: train(optax.inject_hyperparams(exdyna)(0.1, AXIS, num_workers=N)),
-    TypeError, STATIC, "name all numbers and dtypes of this transformation in static_args",
-  ),
-  "an array as number of workers": Misuse(
-    lambda: make(num_workers=np.array(N)), TypeError, STATIC, "num_workers must be an integer",
-  ),
-  "an unknown rule": Misuse(
-    lambda: make(threshold="newton"), ValueError, CHOICE, "'paper', 'secant', 'in_step', got",
-  ),
-  "a number as rule": Misuse(
-    lambda: make(threshold=0.1), ValueError, CHOICE, "A number goes into initial_threshold",
-  ),
-  "neither density nor threshold": Misuse(
-    lambda: hard_threshold(None, AXIS),
-    ValueError, "hard_threshold needs a density or a threshold", "got None for both",
-  ),
-  "a capacity without a density": Misuse(
-    lambda: hard_threshold(None, AXIS, threshold=1.0, capacity_factor=2.0),
-    ValueError, "capacity_factor=2.0 needs a density", "leave capacity_factor out",
   ),
   # What stands around or in front. Where nothing is ours to check, JAX finds that results differ.
   "MultiSteps around": Misuse(

@@ -1,5 +1,8 @@
 """Training steps that are traced only: right but for what a test gives; and wrong ones."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -13,6 +16,15 @@ N = 4
 PARAMS = {"w": jnp.zeros((11, 9)), "b": jnp.zeros(())}
 SIZE = 100
 BATCH = jnp.zeros((2 * N, 11))
+
+
+class Misuse(NamedTuple):
+  """A wrong program, and what its user is told."""
+
+  program: Callable
+  error: type[Exception]
+  symptom: str  # the part of the message that docs/troubleshooting.md quotes
+  cure: str  # another part of it
 
 
 def make(density=0.1, axis_name=AXIS, num_workers=N, **options):

@@ -41,8 +41,8 @@ def clt_k(
     axis_name: mesh axis over which the batch is split, or a tuple of axes.
     num_workers: their number n. Needed only where ``init`` runs outside of the mapped function and
       without ``jax.set_mesh``; default None.
-    residual_dtype: dtype of the residual and of all sums, at least 16 bits.
-    nonfinite, dense_mask, max_consecutive_skips: as in `exdyna`.
+    residual_dtype: dtype of the residual and of all sums, at least 16 bits; default float32.
+    nonfinite, dense_mask, max_consecutive_skips: as in `exdyna`; default ``"skip"``, None, None.
 
   Returns:
     An ``optax.GradientTransformationExtraArgs`` with a `State`, as `exdyna`; its threshold is 0.

@@ -55,8 +55,8 @@ def deft(
     capacity_factor: each worker sends at most ``ceil(capacity_factor * k / n)`` indices; what
       exceeds it is thinned out evenly and waits. None: all picks are sent. Bins of equal cost do
       not hold equally many picks, hence more room than in `exdyna`: default 2.
-    residual_dtype: dtype of the residual and of all sums, at least 16 bits.
-    nonfinite, dense_mask, max_consecutive_skips: as in `exdyna`.
+    residual_dtype: dtype of the residual and of all sums, at least 16 bits; default float32.
+    nonfinite, dense_mask, max_consecutive_skips: as in `exdyna`; default ``"skip"``, None, None.
 
   Returns:
     An ``optax.GradientTransformationExtraArgs`` with a `State`, as `exdyna`; its threshold is 0.

@@ -46,8 +46,8 @@ def micro(
     initial_threshold: the first threshold, positive; None (default): the rule finds it.
     capacity_factor: each worker sends at most ``ceil(capacity_factor * k / n)`` indices; what
       exceeds it is thinned out evenly and waits. None: all picks are sent. Default 1.25.
-    residual_dtype: dtype of the residual and of all sums, at least 16 bits.
-    nonfinite, dense_mask, max_consecutive_skips: as in `exdyna`.
+    residual_dtype: dtype of the residual and of all sums, at least 16 bits; default float32.
+    nonfinite, dense_mask, max_consecutive_skips: as in `exdyna`; default ``"skip"``, None, None.
 
   Returns:
     An ``optax.GradientTransformationExtraArgs`` with a `State`, as `exdyna`; its ``boundaries``

@@ -66,8 +66,8 @@ def sage(
     capacity_factor: each worker sends at most ``ceil(capacity_factor * k)`` indices, with ``k =
       max(1, int(d * N))``; what exceeds it is thinned out evenly and waits. None: all picks are
       sent. Default 1.25.
-    residual_dtype: dtype of the residual and of all sums, at least 16 bits.
-    nonfinite, dense_mask, max_consecutive_skips: as in `exdyna`.
+    residual_dtype: dtype of the residual and of all sums, at least 16 bits; default float32.
+    nonfinite, dense_mask, max_consecutive_skips: as in `exdyna`; default ``"skip"``, None, None.
 
   Returns:
     An ``optax.GradientTransformationExtraArgs`` with a `State`, as `exdyna`; its threshold is the
