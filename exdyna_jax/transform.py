@@ -16,7 +16,7 @@ from .algorithm import Algorithm, Outcome
 from .density import Density
 from .integers import from_bits, saturated_sum
 from .ranks import strided
-from .state import State, Stats, check_memory, check_state, empty_stats
+from .state import State, Stats, check_memory, check_state, empty_residual, empty_stats
 from .threshold import as_threshold
 from .varying import (
   AxisName,
@@ -25,7 +25,7 @@ from .varying import (
   check_bound,
   check_local,
   check_num_workers,
-  local_params,
+  check_whole,
   resolve_workers,
 )
 
@@ -59,10 +59,9 @@ def sparsifier(
     # A tree without elements, such as optax's placeholder for parameters, may come from anywhere.
     n, bound = resolve_workers(axis_name, num_workers, needed=size > 0)
     threshold, boundaries, memory = algorithm.init(size, n)
-    residual = jnp.zeros((size if bound else n * size,), residual_dtype)
     return State(
       step=jnp.zeros((), jnp.int32),
-      residual=local_params(residual, axis_name) if bound else residual,
+      residual=empty_residual(axis_name, size, n, bound, residual_dtype),
       threshold=threshold,
       boundaries=boundaries,
       memory=memory,
@@ -74,6 +73,7 @@ def sparsifier(
     n = check_bound(axis_name, "update")
     check_num_workers(axis_name, num_workers, n)
     check_local(updates, axis_name)
+    check_whole(updates)
     size = flat.flat_size(updates)
     check_state(state, size, n)
     check_memory(state, functools.partial(algorithm.init, size, n))
