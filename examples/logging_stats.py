@@ -62,12 +62,10 @@ def make_train_step(tx, mesh, specs):
   return jax.jit(sharded, donate_argnums=(0, 1))
 
 
-def train(args):
+def train(sparse, args):
   """Yields the metrics of each step, as NumPy."""
   mesh = jax.make_mesh((args.workers,), (AXIS,))
-  tx = optax.chain(
-    exdyna(args.density, AXIS, num_workers=args.workers), optax.adam(LEARNING_RATE, b1=0.0)
-  )
+  tx = optax.chain(sparse, optax.adam(LEARNING_RATE, b1=0.0))
   params = make_params(args.seed)
   training = (params, tx.init(params))
   specs = state_specs(training, AXIS)
@@ -129,13 +127,17 @@ def main(argv=None):
     "--out", type=pathlib.Path, default="logging_stats", help="folder for the files (%(default)s)"
   )
   args = parser.parse_args(argv)
+  try:
+    sparse = exdyna(args.density, AXIS, num_workers=args.workers)
+  except ValueError as error:
+    parser.error(str(error))
   jax.config.update("jax_platforms", "cpu")
   jax.config.update("jax_num_cpu_devices", args.workers)
   args.out.mkdir(parents=True, exist_ok=True)
 
   writer, history = tensorboard_writer(args.out), []
   with (args.out / "stats.jsonl").open("w") as log:
-    bar = tqdm(train(args), total=args.steps, unit="step", mininterval=0.5)
+    bar = tqdm(train(sparse, args), total=args.steps, unit="step", mininterval=0.5)
     for step, metrics in enumerate(bar):
       history.append(scalars(metrics))
       log.write(json.dumps({"step": step, **history[-1]}) + "\n")

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from exdyna_jax import exdyna, get_stats, local_params, state_specs
 
 WORKERS, STEPS, INPUTS = 4, 30, 8
+MESH = w.mesh_of(WORKERS)
 X = np.random.default_rng(0).standard_normal((64, INPUTS)).astype(np.float32)
 Y = X @ np.random.default_rng(1).standard_normal((INPUTS, 3)).astype(np.float32)
 
@@ -37,6 +38,7 @@ def test_linen_train_state():
     apply_fn=model.apply, params=model.init(jax.random.key(0), X), tx=transform()
   )
   specs = state_specs(state, w.AXIS)
+  state = jax.device_put(state, w.shardings(MESH, specs))
 
   def train_step(state, x, y):
     def loss(params):
@@ -48,7 +50,7 @@ def test_linen_train_state():
   step = jax.jit(
     jax.shard_map(
       train_step,
-      mesh=w.mesh_of(WORKERS),
+      mesh=MESH,
       in_specs=(specs, P(w.AXIS), P(w.AXIS)),
       out_specs=(specs, P(), P()),
     )
@@ -87,6 +89,9 @@ def nnx_step(model, optimizer, x, y):
 
 def test_nnx_under_its_own_shard_map():
   model, optimizer = make_nnx()
+  state = nnx.state((model, optimizer))
+  places = w.shardings(MESH, state_specs(state, w.AXIS))
+  nnx.update((model, optimizer), jax.device_put(state, places))
   everywhere = nnx.StateSharding({...: P()})
   of_optimizer = nnx.StateSharding(
     {lambda path, value: path == ("opt_state", 0, "residual"): P(w.AXIS), ...: P()}
@@ -94,7 +99,7 @@ def test_nnx_under_its_own_shard_map():
   step = nnx.jit(
     nnx.shard_map(
       nnx_step,
-      mesh=w.mesh_of(WORKERS),
+      mesh=MESH,
       in_specs=(everywhere, of_optimizer, P(w.AXIS), P(w.AXIS)),
       out_specs=P(),
     )
@@ -108,6 +113,7 @@ def test_nnx_split_under_shard_map():
   """The pure form: nnx has replaced our NamedTuple by mappings, and the specs are the same."""
   graph, state = nnx.split(make_nnx())
   specs = state_specs(state, w.AXIS)
+  state = jax.device_put(state, w.shardings(MESH, specs))
 
   def train_step(state, x, y):
     model, optimizer = nnx.merge(graph, state)
@@ -117,7 +123,7 @@ def test_nnx_split_under_shard_map():
   step = jax.jit(
     jax.shard_map(
       train_step,
-      mesh=w.mesh_of(WORKERS),
+      mesh=MESH,
       in_specs=(specs, P(w.AXIS), P(w.AXIS)),
       out_specs=(specs, P()),
     )
