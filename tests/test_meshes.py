@@ -81,7 +81,9 @@ def test_an_explicit_mesh_takes_what_is_placed_by_its_specs():
   assert losses == expected()
 
 
-@pytest.mark.parametrize("make", [lambda: top_k(0.25, w.AXIS), lambda: dense(w.AXIS)])
+@pytest.mark.parametrize(
+  "make", [lambda: top_k(0.25, w.AXIS), lambda: dense(w.AXIS)], ids=["top_k", "dense"]
+)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_init_under_set_mesh_needs_nothing_else(kind, make):
   """Under an Explicit mesh, init lays the residual out itself: JAX would refuse it otherwise."""
