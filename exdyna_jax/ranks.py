@@ -53,8 +53,11 @@ def rank_of(ranks: Ranks) -> jax.Array:
     whole, part = lax.optimization_barrier((excess // allowed, excess % allowed))
     return slots + slots * whole + mul_div(slots, part, allowed, phase)
 
-  # Both branches vary over the mesh as `excess` does.
-  rank = lax.cond(excess > 0, stride, lambda slots, excess: slots + 0 * excess, slots, excess)
+  def in_order(slots, excess):
+    # Varies over the mesh as the other branch does.
+    return slots + 0 * (excess + phase)
+
+  rank = lax.cond(excess > 0, stride, in_order, slots, excess)
   return jnp.where((slots >= 0) & (slots < jnp.minimum(count, allowed)), rank, count)
 
 

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +11,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from .threshold import as_threshold
-from .varying import AxisName, axis_tuple, check_axis_name
+from .varying import AxisName, axis_tuple, check_axis_name, local_params, placement
 from .wrappers import check_wrappers
 
 
@@ -91,14 +91,33 @@ def empty_stats(num_workers: int) -> Stats:
   )
 
 
+def empty_residual(
+  axis_name: AxisName, size: int, num_workers: int, bound: bool, dtype: Any
+) -> jax.Array:
+  """Zeros: ``[size]`` of this worker inside of the mapped function, of all workers outside."""
+  if bound:
+    return local_params(jnp.zeros((size,), dtype), axis_name)
+  return jnp.zeros((num_workers * size,), dtype, out_sharding=placement(axis_name, num_workers))
+
+
 def check_state(state: Any, size: int, num_workers: int, residual_dtype: Any) -> None:
   """Raises unless ``state`` is ours and was made for these elements, workers and dtype."""
   if not isinstance(state, State):
+    cure = (
+      "In an optax.chain, pass the state of the whole chain to the update of the whole chain. If"
+      " the leaves were saved alone, put them back:"
+      " jax.tree.unflatten(jax.tree.structure(tx.init(params)), leaves)."
+    )
+    if _has_fields(state):
+      # Not by its leaves: those of a mapping are sorted by name, those of the State are not.
+      cure = (
+        "It holds the fields of one, so a checkpoint or a library has lost the types: restore into"
+        " the structure of init, target = jax.eval_shape(tx.init, params); in Orbax:"
+        " ocp.StandardCheckpointer().restore(path, target)."
+      )
     raise TypeError(
       f"update needs the State that init returned, got {type(state).__name__}. The gradients come"
-      " first: update(gradients, state). In an optax.chain, pass the state of the whole chain to"
-      " the update of the whole chain. After a checkpoint, put the leaves back:"
-      " jax.tree.unflatten(jax.tree.structure(tx.init(params)), leaves)."
+      f" first: update(gradients, state). {cure}"
     )
   made_for = state.boundaries.shape[0] - 1
   if made_for != num_workers:
@@ -149,6 +168,19 @@ def is_state(node: Any) -> bool:
   return isinstance(node, State)
 
 
+def _has_fields(node: Any) -> bool:
+  # flax.nnx and checkpoints store a tree by its paths, and return a mapping in place of our State.
+  return is_state(node) or (isinstance(node, Mapping) and set(node) == set(State._fields))
+
+
+def _name(key: Any) -> str:
+  return jax.tree_util.keystr((key,), simple=True)
+
+
+def _field(node: Any, name: str) -> Any:
+  return node[name] if isinstance(node, Mapping) else getattr(node, name)
+
+
 def state_specs(tree: Any, axis_name: AxisName) -> Any:
   """PartitionSpecs for a tree that holds a sparsifier's state somewhere.
 
@@ -157,7 +189,8 @@ def state_specs(tree: Any, axis_name: AxisName) -> Any:
 
   Args:
     tree: an optax state, a TrainState or any pytree around them; arrays or abstract values, as
-      from ``jax.eval_shape(tx.init, params)``.
+      from ``jax.eval_shape(tx.init, params)``. Also where the `State` has become a mapping of its
+      fields, as in ``flax.nnx.state(optimizer)`` and in checkpoints.
     axis_name: the mesh axis of the workers, or a tuple of names.
 
   Returns:
@@ -188,10 +221,13 @@ def state_specs(tree: Any, axis_name: AxisName) -> Any:
   sharded = PartitionSpec(axes[0] if len(axes) == 1 else axes)
 
   def specs(node):
-    replicated = jax.tree.map(lambda _: PartitionSpec(), node)
-    return replicated._replace(residual=sharded) if is_state(node) else replicated
+    if not _has_fields(node):
+      return PartitionSpec()
+    return jax.tree_util.tree_map_with_path(
+      lambda path, _: sharded if _name(path[0]) == "residual" else PartitionSpec(), node
+    )
 
-  return jax.tree.map(specs, tree, is_leaf=is_state)
+  return jax.tree.map(specs, tree, is_leaf=_has_fields)
 
 
 def get_stats(tree: Any) -> Stats:
@@ -199,7 +235,7 @@ def get_stats(tree: Any) -> Stats:
 
   Args:
     tree: a tree that holds exactly one sparsifier's state, such as the state of an
-      ``optax.chain``.
+      ``optax.chain``, a TrainState, a ``flax.nnx.Optimizer`` or its state.
 
   Returns:
     `Stats`, a NamedTuple of arrays: ready for a metrics dict, also under ``jax.jit``.
@@ -214,10 +250,12 @@ def get_stats(tree: Any) -> Stats:
     >>> int(get_stats(tx.init({"w": jnp.zeros(1000)})).skipped)
     0
   """
-  states = [s for s in jax.tree.leaves(tree, is_leaf=is_state) if is_state(s)]
+  states = [s for s in jax.tree.leaves(tree, is_leaf=_has_fields) if _has_fields(s)]
   if len(states) != 1:
     raise ValueError(
       f"get_stats found {len(states)} sparsifier states in a {type(tree).__name__}, and needs"
       " exactly one. Pass the optimizer state that holds it, or the part of it you mean."
     )
-  return states[0].stats
+  stats = _field(states[0], "stats")
+  # flax.nnx wraps each array in a variable: a tree of one leaf.
+  return Stats(*(jax.tree.leaves(_field(stats, name))[0] for name in Stats._fields))

@@ -123,8 +123,11 @@ def search(total: Count, k: int | jax.Array) -> jax.Array:
     reached = total(jax.lax.bitcast_convert_type(levels, jnp.float32)) >= k
     return bits + (jnp.sum(reached, dtype=jnp.int32) << shift)
 
+  # The loop starts from what varies over the same mesh axes as the counts: where the model too is
+  # spread over devices, each part of it has a threshold of its own.
+  start = jnp.zeros_like(jax.eval_shape(narrow, 0, jnp.int32(0)))
   # What is left of the last bits must not make a NaN of the largest number.
-  bits = jnp.minimum(jax.lax.fori_loop(0, SEARCH_ROUNDS, narrow, jnp.int32(0)), largest)
+  bits = jnp.minimum(jax.lax.fori_loop(0, SEARCH_ROUNDS, narrow, start), largest)
   return as_threshold(jnp.maximum(jax.lax.bitcast_convert_type(bits, jnp.float32), LOWEST))
 
 

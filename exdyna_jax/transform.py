@@ -16,7 +16,7 @@ from .algorithm import Algorithm, Outcome
 from .density import Density
 from .integers import from_bits, saturated_sum
 from .ranks import strided
-from .state import State, Stats, check_memory, check_state, empty_stats
+from .state import State, Stats, check_memory, check_state, empty_residual, empty_stats
 from .threshold import as_threshold
 from .varying import (
   AxisName,
@@ -25,7 +25,7 @@ from .varying import (
   check_bound,
   check_local,
   check_num_workers,
-  local_params,
+  check_whole,
   psum,
   resolve_workers,
 )
@@ -69,10 +69,9 @@ def sparsifier(
     # A tree without elements, such as optax's placeholder for parameters, may come from anywhere.
     n, bound = resolve_workers(axis_name, num_workers, needed=size > 0)
     threshold, boundaries, memory = algorithm.init(size, n)
-    residual = jnp.zeros((size if bound else n * size,), residual_dtype)
     return State(
       step=jnp.zeros((), jnp.int32),
-      residual=local_params(residual, axis_name) if bound else residual,
+      residual=empty_residual(axis_name, size, n, bound, residual_dtype),
       threshold=threshold,
       boundaries=boundaries,
       memory=memory,
@@ -83,6 +82,7 @@ def sparsifier(
     del params, extra_args
     n = check_bound(axis_name, "update")
     check_num_workers(axis_name, num_workers, n)
+    check_whole(updates)
     sparse, dense = masking.split(updates, dense_mask)
     size = _sparse_size((sparse, dense))
     check_state(state, size, n, residual_dtype)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from .flat import is_float
 
@@ -92,6 +93,17 @@ def resolve_workers(
   )
 
 
+def placement(axis_name: AxisName, size: int) -> PartitionSpec | None:
+  """How an array of one part for each of ``size`` workers lies on the mesh of ``jax.set_mesh``.
+
+  None where that is not ours to say: no such mesh, or axes that are not Explicit.
+  """
+  mesh, axes = jax.sharding.get_abstract_mesh(), axis_tuple(axis_name)
+  explicit = set(axes) <= set(mesh.explicit_axes)
+  fits = explicit and math.prod(mesh.shape[a] for a in axes) == size
+  return PartitionSpec(axes) if fits else None
+
+
 def _varying_axes(x: Any) -> frozenset[str]:
   return frozenset(jax.typeof(x).manual_axis_type.varying)
 
@@ -160,6 +172,20 @@ def check_local(grads: Any, axis_name: AxisName) -> None:
         f" exdyna_jax.local_params(params, {axis_name!r}). Or something in between has: a pmean,"
         " another sparsifier, or optax.MultiSteps around this one (accumulate local gradients in"
         " the step instead)."
+      )
+
+
+def check_whole(grads: Any) -> None:
+  """Raises ValueError if a gradient is sharded over an Explicit mesh axis."""
+  for path, grad in jax.tree_util.tree_leaves_with_path(grads):
+    spec = jax.typeof(grad).sharding.spec if is_float(grad) else ()
+    axes = sorted({a for part in spec if part is not None for a in axis_tuple(part)})
+    if axes:
+      raise ValueError(
+        f"gradient{jax.tree_util.keystr(path)}, {jax.typeof(grad)}, is sharded over the Explicit"
+        f" mesh axes {axes}, and would have to be gathered to be part of one vector. Map over them"
+        f" as well, with jax.shard_map(..., axis_names={set(axes)}) around update, so that each"
+        " shard has a state of its own. Or gather it yourself: jax.sharding.reshard(grads, P())."
       )
 
 

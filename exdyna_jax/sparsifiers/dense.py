@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from .. import checks, exchange, flat
-from ..state import State, check_state, empty_stats
+from ..state import State, check_state, empty_residual, empty_stats
 from ..threshold import as_threshold
 from ..varying import (
   AxisName,
@@ -13,7 +13,6 @@ from ..varying import (
   check_bound,
   check_local,
   check_num_workers,
-  local_params,
   psum,
   resolve_workers,
 )
@@ -56,10 +55,9 @@ def dense(
   def init_fn(params):
     size = flat.flat_size(params)
     n, bound = resolve_workers(axis_name, num_workers, needed=size > 0)
-    residual = jnp.zeros((0,), jnp.float32)
     return State(
       step=jnp.zeros((), jnp.int32),
-      residual=local_params(residual, axis_name) if bound else residual,
+      residual=empty_residual(axis_name, 0, n, bound, jnp.float32),
       threshold=as_threshold(0.0),
       boundaries=jnp.zeros((n + 1,), jnp.int32),
       memory=(),
