@@ -150,7 +150,10 @@ def state_specs(tree: Any, axis_name: AxisName) -> Any:
 
   def specs(node):
     replicated = jax.tree.map(lambda _: PartitionSpec(), node)
-    return replicated._replace(residual=sharded) if _is_state(node) else replicated
+    # Where the mesh axes are Auto, an empty array comes back replicated, whatever is asked for:
+    # any other spec would compile the step twice.
+    holds = _is_state(node) and node.residual.size > 0
+    return replicated._replace(residual=sharded) if holds else replicated
 
   return jax.tree.map(specs, tree, is_leaf=_is_state)
 

@@ -62,7 +62,7 @@ def sparsifier(
     residual = jnp.zeros((size if bound else n * size,), residual_dtype)
     return State(
       step=jnp.zeros((), jnp.int32),
-      residual=local_params(residual, axis_name) if bound else residual,
+      residual=local_params(residual, axis_name) if bound and size > 0 else residual,
       threshold=threshold,
       boundaries=boundaries,
       memory=memory,

@@ -13,7 +13,6 @@ from ..varying import (
   check_bound,
   check_local,
   check_num_workers,
-  local_params,
   psum,
   resolve_workers,
 )
@@ -53,11 +52,10 @@ def dense(
 
   def init_fn(params):
     size = flat.flat_size(params)
-    n, bound = resolve_workers(axis_name, num_workers, needed=size > 0)
-    residual = jnp.zeros((0,), jnp.float32)
+    n, _ = resolve_workers(axis_name, num_workers, needed=size > 0)
     return State(
       step=jnp.zeros((), jnp.int32),
-      residual=local_params(residual, axis_name) if bound else residual,
+      residual=jnp.zeros((0,), jnp.float32),
       threshold=as_threshold(0.0),
       boundaries=jnp.zeros((n + 1,), jnp.int32),
       memory=(),
