@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import PartitionSpec
 
 from .threshold import as_threshold
@@ -119,6 +120,27 @@ def _is_state(node: Any) -> bool:
   return isinstance(node, State)
 
 
+# Wrappers that do harm around a sparsifier, by their states, and what to do instead. Nor could
+# `state_specs` tell where their own arrays lie, which differ between workers.
+_MISPLACED = {
+  optax.MultiStepsState: "optax.MultiSteps around it sends every micro-step. Accumulate local"
+  " gradients in the step and call update once, or put MultiSteps behind it: optax.chain("
+  "exdyna(...), optax.MultiSteps(optimizer, m).gradient_transformation()).",
+  optax.ApplyIfFiniteState: "with optax.apply_if_finite around it each worker decides alone"
+  " whether to take part in the exchange, and those that do wait for ever. Leave it out: with"
+  " nonfinite='skip' all workers skip together.",
+}
+
+
+def _check_wrappers(tree: Any) -> None:
+  """Raises ValueError if a sparsifier's state lies inside of a wrapper that does harm there."""
+  kinds = tuple(_MISPLACED)
+  for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kinds)):
+    if isinstance(node, kinds) and any(map(_is_state, jax.tree.leaves(node, is_leaf=_is_state))):
+      name = type(node).__name__
+      raise ValueError(f"a sparsifier's state lies in a {name}: {_MISPLACED[type(node)]}")
+
+
 def state_specs(tree: Any, axis_name: AxisName) -> Any:
   """PartitionSpecs for a tree that holds a sparsifier's state somewhere.
 
@@ -135,6 +157,7 @@ def state_specs(tree: Any, axis_name: AxisName) -> Any:
 
   Raises:
     TypeError: ``axis_name`` is not a name or a tuple of names.
+    ValueError: the sparsifier lies inside of ``optax.MultiSteps`` or ``optax.apply_if_finite``.
 
   Example:
     >>> import jax, jax.numpy as jnp, optax
@@ -147,6 +170,7 @@ def state_specs(tree: Any, axis_name: AxisName) -> Any:
   check_axis_name(axis_name)
   axes = axis_tuple(axis_name)
   sharded = PartitionSpec(axes[0] if len(axes) == 1 else axes)
+  _check_wrappers(tree)
 
   def specs(node):
     replicated = jax.tree.map(lambda _: PartitionSpec(), node)
