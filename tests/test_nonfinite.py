@@ -22,6 +22,9 @@ OPTIMIZERS = {
 }
 
 
+HELD = {"held": True, "max_consecutive_skips": 2}
+
+
 def hold(old, new, updates):
   """Where the exchange has skipped, the optimizer behind it has not taken a step either."""
   skipped = get_stats(new).skipped > get_stats(old).skipped
@@ -31,13 +34,14 @@ def hold(old, new, updates):
 
   exchange, *behind = new
   behind = jax.tree.map(keep, tuple(behind), old[1:])
-  return jax.tree.map(lambda u: keep(u, jnp.zeros_like(u)), updates), (exchange, *behind)
+  # A NaN of `max_consecutive_skips` stays one.
+  return jax.tree.map(lambda u: keep(u, u * 0), updates), (exchange, *behind)
 
 
 @functools.cache
-def compiled(optimizer, held=False):
-  """One compilation per optimizer: `init()` and `step((params, state), grads)`."""
-  tx = optax.chain(exdyna(0.1, w.AXIS, num_workers=N_WORKERS), OPTIMIZERS[optimizer])
+def compiled(optimizer, held=False, **options):
+  """One compilation per configuration: `init()` and `step((params, state), grads)`."""
+  tx = optax.chain(exdyna(0.1, w.AXIS, num_workers=N_WORKERS, **options), OPTIMIZERS[optimizer])
   mesh = w.mesh_of(N_WORKERS)
   specs = (P(), state_specs(jax.eval_shape(tx.init, PARAMS), w.AXIS))
 
@@ -67,8 +71,8 @@ def broken(value, workers):
   return grads
 
 
-def run(optimizer, steps, held=False):
-  init, step = compiled(optimizer, held)
+def run(optimizer, steps, **options):
+  init, step = compiled(optimizer, **options)
   training = init()
   for grads in steps:
     training = step(training, grads)
@@ -102,6 +106,24 @@ def test_bad_batches_for_ever_move_nothing():
   assert not state[0].residual.any() and get_stats(state).skipped == 30
 
 
+def test_bad_batches_end_the_training_where_there_is_a_limit():
+  """Too many in a row make parameters of NaN, on all devices; as many as allowed do nothing."""
+  allowed = [broken(np.nan, [1])] * 2
+  params, state = run("adam", [*allowed, gradients(0), *allowed, gradients(1)], **HELD)
+  expected, undisturbed = run("adam", [gradients(0), gradients(1)], **HELD)
+  assert_same_bits(params, expected)
+  assert_same_bits(without_count(state), without_count(undisturbed))
+  (params, state), (_, before) = (
+    run("adam", [gradients(0), *steps], **HELD) for steps in ([*allowed, broken(np.inf, [3])], [])
+  )
+  assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(params))
+  # A program that looks may go on from the parameters that it has kept: the state is clean.
+  assert_same_bits(
+    (state[0]._replace(stats=()), state[1:]), (before[0]._replace(stats=()), before[1:])
+  )
+  assert get_stats(state).consecutive_skips == get_stats(state).skipped == 3
+
+
 def test_an_optimizer_behind_us_takes_its_step_on_zeros():
   """Momentum moves the parameters on; without it they stay, but second moments fade."""
   one = [gradients(0)]
@@ -117,8 +139,8 @@ def test_an_optimizer_behind_us_takes_its_step_on_zeros():
 
 
 def test_an_optimizer_behind_us_can_be_held():
-  params, state = run("adam", [gradients(0), broken(np.inf, [3]), gradients(1)], held=True)
-  expected, undisturbed = run("adam", [gradients(0), gradients(1)], held=True)
+  params, state = run("adam", [gradients(0), broken(np.inf, [3]), gradients(1)], **HELD)
+  expected, undisturbed = run("adam", [gradients(0), gradients(1)], **HELD)
   assert_same_bits(params, expected)
   assert_same_bits(without_count(state), without_count(undisturbed))
   assert get_stats(state).skipped == 1
