@@ -14,7 +14,8 @@ WRONG_AROUND: dict[type, str] = {
   ),
   optax.MultiStepsState: (
     "optax.MultiSteps around a sparsifier would send every micro-step and throw it away. Drop it:"
-    " accumulate local gradients in the step, and call update once for all of them."
+    " accumulate local gradients in the step, and call update once for all of them; or put it"
+    " behind: optax.chain(exdyna(...), optax.MultiSteps(optimizer, m).gradient_transformation())."
   ),
 }
 
