@@ -25,8 +25,11 @@ from .varying import (
   check_bound,
   check_local,
   check_num_workers,
+  check_split,
   local_params,
+  other_axes,
   resolve_workers,
+  vary,
 )
 
 
@@ -60,7 +63,7 @@ def sparsifier(
     n, bound = resolve_workers(axis_name, num_workers, needed=size > 0)
     threshold, boundaries, memory = algorithm.init(size, n)
     residual = jnp.zeros((size if bound else n * size,), residual_dtype)
-    return State(
+    state = State(
       step=jnp.zeros((), jnp.int32),
       residual=local_params(residual, axis_name) if bound else residual,
       threshold=threshold,
@@ -68,17 +71,23 @@ def sparsifier(
       memory=memory,
       stats=empty_stats(n),
     )
+    return vary(state, other_axes(params, axis_name)) if bound else state
 
   def update_fn(updates, state, params=None, **extra_args):
     del params, extra_args
     n = check_bound(axis_name, "update")
     check_num_workers(axis_name, num_workers, n)
     check_local(updates, axis_name)
+    check_split(updates, axis_name)
     size = flat.flat_size(updates)
     check_state(state, size, n)
     check_memory(state, functools.partial(algorithm.init, size, n))
     if size == 0:
       return flat.unflatten(jnp.zeros((0,)), updates), state
+
+    # What the workers agree on may still differ along other axes: no constant enters a loop there.
+    others = other_axes((updates, state), axis_name)
+    state = vary(state, others)
 
     # Accumulate. Finite gradients never make an infinite residual, which could never be sent.
     grads = flat.flatten(updates, wide)
@@ -168,7 +177,7 @@ def sparsifier(
       + more_bytes,
     )
     new = State(step, residual, threshold, boundaries, memory, stats)
-    return flat.unflatten(update, updates, saturate=skip), new
+    return flat.unflatten(update, updates, saturate=skip), vary(new, others)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

@@ -14,8 +14,10 @@ from ..varying import (
   check_local,
   check_num_workers,
   local_params,
+  other_axes,
   psum,
   resolve_workers,
+  vary,
 )
 
 
@@ -55,7 +57,7 @@ def dense(
     size = flat.flat_size(params)
     n, bound = resolve_workers(axis_name, num_workers, needed=size > 0)
     residual = jnp.zeros((0,), jnp.float32)
-    return State(
+    state = State(
       step=jnp.zeros((), jnp.int32),
       residual=local_params(residual, axis_name) if bound else residual,
       threshold=as_threshold(0.0),
@@ -63,6 +65,7 @@ def dense(
       memory=(),
       stats=empty_stats(n),
     )
+    return vary(state, other_axes(params, axis_name)) if bound else state
 
   def update_fn(updates, state, params=None, **extra_args):
     del params, extra_args
@@ -86,8 +89,7 @@ def dense(
       counts=(share + (jnp.arange(n) < rest)).astype(jnp.int32),
       bytes_sent=jnp.asarray(traffic, jnp.float32),
     )
-    return jax.tree.map(mean, updates), state._replace(
-      step=optax.safe_increment(state.step), stats=stats
-    )
+    new = state._replace(step=optax.safe_increment(state.step), stats=stats)
+    return jax.tree.map(mean, updates), vary(new, other_axes(state, axis_name))
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
