@@ -1,11 +1,24 @@
 """Checks of the user's arguments: errors name the value and the cure, before anything runs."""
 
+import functools
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+
+def default_promotion(function: Callable[..., Any]) -> Callable[..., Any]:
+  """``function`` under JAX's own promotion rules: stricter ones are for the user's code."""
+
+  @functools.wraps(function)
+  def promoting(*args, **kwargs):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+      return function(*args, **kwargs)
+
+  return promoting
 
 
 def _check_static(name: str, value: Any, wanted: str) -> None:

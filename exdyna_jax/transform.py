@@ -54,9 +54,10 @@ def sparsifier(
   residual_dtype = checks.check_float_dtype("residual_dtype", residual_dtype)
   checks.check_choice("nonfinite", nonfinite, ("skip", "propagate"))
   skip = nonfinite == "skip"
-  wide = jnp.promote_types(residual_dtype, jnp.float32)
+  wide = checks.default_promotion(jnp.promote_types)(residual_dtype, jnp.float32)
   overlapping, common = (algorithm.picks == picks for picks in ("overlapping", "common"))
 
+  @checks.default_promotion
   def init_fn(params):
     size = flat.flat_size(params)
     # A tree without elements, such as optax's placeholder for parameters, may come from anywhere.
@@ -73,6 +74,7 @@ def sparsifier(
     )
     return vary(state, other_axes(params, axis_name)) if bound else state
 
+  @checks.default_promotion
   def update_fn(updates, state, params=None, **extra_args):
     del params, extra_args
     n = check_bound(axis_name, "update")

@@ -53,6 +53,7 @@ def dense(
   if num_workers is not None:
     checks.check_count("num_workers", num_workers)
 
+  @checks.default_promotion
   def init_fn(params):
     size = flat.flat_size(params)
     n, bound = resolve_workers(axis_name, num_workers, needed=size > 0)
@@ -67,6 +68,7 @@ def dense(
     )
     return vary(state, other_axes(params, axis_name)) if bound else state
 
+  @checks.default_promotion
   def update_fn(updates, state, params=None, **extra_args):
     del params, extra_args
     n = check_bound(axis_name, "update")
