@@ -175,9 +175,9 @@ def check_split(grads: Any, axis_name: AxisName) -> None:
     if missing:
       raise ValueError(
         f"gradient{jax.tree_util.keystr(path)} is the same along mesh axis {sorted(missing)}, over"
-        " which other gradients vary. Each part of the model selects by itself, so the copies of"
-        " this parameter would drift apart. Give it and its like a transformation of their own by"
-        f" optax.partition, such as dense({axis_name!r})."
+        " which other gradients vary. Each part of the model selects and skips by itself, so the"
+        " copies of this parameter would drift apart, as dense leaves too. Give it and its like a"
+        f" transformation of their own by optax.partition, such as dense({axis_name!r})."
       )
 
 
