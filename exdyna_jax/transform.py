@@ -69,7 +69,7 @@ def sparsifier(
 
   @checks.default_promotion
   def init_fn(params):
-    size = _sparse_size(masking.split(params, dense_mask))
+    size = masking.sparse_size(masking.split(params, dense_mask))
     # A tree without elements, such as optax's placeholder for parameters, may come from anywhere.
     n, bound = resolve_workers(axis_name, num_workers, needed=size > 0)
     threshold, boundaries, memory = algorithm.init(size, n)
@@ -92,7 +92,7 @@ def sparsifier(
     check_local(updates, axis_name)
     check_split(updates, axis_name)
     sparse, dense = masking.split(updates, dense_mask)
-    size = _sparse_size((sparse, dense))
+    size = masking.sparse_size((sparse, dense))
     check_state(state, size, n)
     check_memory(state, functools.partial(algorithm.init, size, n))
     if size == 0:
@@ -208,17 +208,6 @@ def sparsifier(
     return updates, vary(new, others)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _sparse_size(split: tuple[Any, Any]) -> int:
-  """Elements of the sparse leaves; raises ValueError if only dense ones have any."""
-  sparse, dense = (flat.flat_size(tree) for tree in split)
-  if dense and not sparse:
-    raise ValueError(
-      "dense_mask leaves no element to be sent sparsely. For a dense mean of all leaves, use"
-      " exdyna_jax.dense(axis_name)."
-    )
-  return sparse
 
 
 def _clear(residual: jax.Array, indices: jax.Array) -> jax.Array:

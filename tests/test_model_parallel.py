@@ -77,10 +77,8 @@ def test_each_part_of_the_model_is_a_sparsifier_of_its_own(name):
   assert state.stats.skipped.tolist() == [0, 0, 1, 0]
 
 
-@every
-@pytest.mark.parametrize("density", [DENSITY, early])
-def test_state_keeps_its_types_in_a_scan(name, density):
-  tx = FAMILY[name](density, "data")
+def check_scan(tx, check=True):
+  """Traces `init` and two steps in a loop, which the state must leave as it entered."""
 
   def train(grads):
     grads = jax.tree.map(lambda g: g[0, 0], grads)
@@ -91,8 +89,22 @@ def test_state_keeps_its_types_in_a_scan(name, density):
     updates = jax.lax.scan(step, tx.init(grads), length=2)[1]
     return jax.tree.map(lambda u: u[None], updates)
 
-  mapped = jax.shard_map(train, mesh=mesh(), in_specs=P(*AXES), out_specs=P("model"))
+  mapped = jax.shard_map(
+    train, mesh=mesh(), in_specs=P(*AXES), out_specs=P("model"), check_vma=check
+  )
   assert jax.eval_shape(mapped, gradients(0))["w"].shape == (MODEL, 2, 19, 13)
+
+
+@every
+@pytest.mark.parametrize("density", [DENSITY, early])
+def test_state_keeps_its_types_in_a_scan(name, density):
+  check_scan(FAMILY[name](density, "data"))
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_dense_leaves_of_a_part(check):
+  mask = {name: leaf is not None and leaf.ndim < 2 for name, leaf in PARAMS.items()}
+  check_scan(exdyna(DENSITY, "data", dense_mask=mask, max_consecutive_skips=3), check)
 
 
 @pytest.mark.parametrize("capacity_factor", [1.25, None])
@@ -121,9 +133,10 @@ def test_only_the_exchange_crosses_the_network():
   assert all(any(group in line for group in groups) for line in collectives), collectives
 
 
-def test_copies_of_a_parameter_are_refused():
+@pytest.mark.parametrize("dense_mask", [None, {"copied": True, "split": False}])
+def test_copies_of_a_parameter_are_refused(dense_mask):
   """Each part would select by its own threshold, and the copies would drift apart."""
-  tx = exdyna(DENSITY, "data")
+  tx = exdyna(DENSITY, "data", dense_mask=dense_mask)
 
   def step(params, x):
     def loss(params):
