@@ -90,7 +90,6 @@ def sparsifier(
     n = check_bound(axis_name, "update")
     check_num_workers(axis_name, num_workers, n)
     check_local(updates, axis_name)
-    check_split(updates, axis_name)
     sparse, dense = masking.split(updates, dense_mask)
     size = masking.sparse_size((sparse, dense))
     check_state(state, size, n)
@@ -100,6 +99,7 @@ def sparsifier(
 
     # What the workers agree on may still differ along other axes: no constant enters a loop there.
     others = other_axes((updates, state), axis_name)
+    check_split(updates, others, axis_name)
     state = vary(state, others)
 
     # Accumulate. Finite gradients never make an infinite residual, which could never be sent.

@@ -167,17 +167,17 @@ def check_local(grads: Any, axis_name: AxisName) -> None:
       )
 
 
-def check_split(grads: Any, axis_name: AxisName) -> None:
-  """Raises ValueError if only some gradients vary over another mesh axis."""
-  axes = other_axes(grads, axis_name)
+def check_split(grads: Any, axes: tuple[str, ...], axis_name: AxisName) -> None:
+  """Raises ValueError if a gradient does not vary over the `other_axes`."""
   for path, grad in jax.tree_util.tree_leaves_with_path(grads):
     missing = set(axes) - _varying_axes(grad) if is_float(grad) else ()
     if missing:
       raise ValueError(
         f"gradient{jax.tree_util.keystr(path)} is the same along mesh axis {sorted(missing)}, over"
-        " which other gradients vary. Each part of the model selects and skips by itself, so the"
-        " copies of this parameter would drift apart, as dense leaves too. Give it and its like a"
-        f" transformation of their own by optax.partition, such as dense({axis_name!r})."
+        " which other gradients or the state vary. Each part of the model selects and skips by"
+        " itself, so the copies of this parameter would drift apart, as dense leaves too. Give it"
+        " and its like a transformation of their own by optax.partition, such as"
+        f" dense({axis_name!r})."
       )
 
 
