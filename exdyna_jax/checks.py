@@ -1,7 +1,9 @@
 """Checks of the user's arguments: errors name the value and the cure, before anything runs."""
 
+import functools
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +13,17 @@ import numpy as np
 # What an int32 holds, and what a random seed has room for.
 LARGEST = 2**31 - 1
 SEEDS = (-(2**31), 2**32 - 1)
+
+
+def default_promotion(function: Callable[..., Any]) -> Callable[..., Any]:
+  """``function`` under JAX's own promotion rules: stricter ones are for the user's code."""
+
+  @functools.wraps(function)
+  def promoting(*args, **kwargs):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+      return function(*args, **kwargs)
+
+  return promoting
 
 
 def _check_static(name: str, value: Any, wanted: str) -> None:

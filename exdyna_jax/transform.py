@@ -25,9 +25,12 @@ from .varying import (
   check_bound,
   check_local,
   check_num_workers,
+  check_split,
   check_whole,
+  other_axes,
   psum,
   resolve_workers,
+  vary,
 )
 
 
@@ -61,15 +64,16 @@ def sparsifier(
         f"max_consecutive_skips={max_skips} needs nonfinite='skip', but it is {nonfinite!r}, under"
         " which no step is skipped. Leave one of them out."
       )
-  wide = jnp.promote_types(residual_dtype, jnp.float32)
+  wide = checks.default_promotion(jnp.promote_types)(residual_dtype, jnp.float32)
   overlapping, common = (algorithm.picks == picks for picks in ("overlapping", "common"))
 
+  @checks.default_promotion
   def init_fn(params):
-    size = _sparse_size(masking.split(params, dense_mask))
+    size = masking.sparse_size(masking.split(params, dense_mask))
     # A tree without elements, such as optax's placeholder for parameters, may come from anywhere.
     n, bound = resolve_workers(axis_name, num_workers, needed=size > 0)
     threshold, boundaries, memory = algorithm.init(size, n)
-    return State(
+    state = State(
       step=jnp.zeros((), jnp.int32),
       residual=empty_residual(axis_name, size, n, bound, residual_dtype),
       threshold=threshold,
@@ -77,19 +81,26 @@ def sparsifier(
       memory=memory,
       stats=empty_stats(n),
     )
+    return vary(state, other_axes(params, axis_name)) if bound else state
 
+  @checks.default_promotion
   def update_fn(updates, state, params=None, **extra_args):
     del params, extra_args
     n = check_bound(axis_name, "update")
     check_num_workers(axis_name, num_workers, n)
     check_whole(updates)
     sparse, dense = masking.split(updates, dense_mask)
-    size = _sparse_size((sparse, dense))
+    size = masking.sparse_size((sparse, dense))
     check_state(state, size, n, residual_dtype)
     check_local(updates, axis_name)
     check_memory(state, functools.partial(algorithm.init, size, n))
     if size == 0:
       return flat.unflatten(jnp.zeros((0,)), updates), state
+
+    # What the workers agree on may still differ along other axes: no constant enters a loop there.
+    others = other_axes((updates, state), axis_name)
+    check_split(updates, others, axis_name)
+    state = vary(state, others)
 
     # Accumulate. Finite gradients never make an infinite residual, which could never be sent.
     grads, dense_grads = (flat.flatten(tree, wide) for tree in (sparse, dense))
@@ -194,20 +205,9 @@ def sparsifier(
       flat.unflatten(update, sparse, saturate=skip),
       flat.unflatten(dense_mean, dense, saturate=skip),
     )
-    return updates, new
+    return updates, vary(new, others)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _sparse_size(split: tuple[Any, Any]) -> int:
-  """Elements of the sparse leaves; raises ValueError if only dense ones have any."""
-  sparse, dense = (flat.flat_size(tree) for tree in split)
-  if dense and not sparse:
-    raise ValueError(
-      "dense_mask leaves no element to be sent sparsely. For a dense mean of all leaves, use"
-      " exdyna_jax.dense(axis_name)."
-    )
-  return sparse
 
 
 def _clear(residual: jax.Array, indices: jax.Array) -> jax.Array:

@@ -146,14 +146,27 @@ def local_params(params: Any, axis_name: AxisName) -> Any:
   """
   check_axis_name(axis_name)
   check_bound(axis_name, "local_params")
-  if not _checks_varying(axis_name):
-    return params
+  return vary(params, axis_tuple(axis_name)) if _checks_varying(axis_name) else params
+
+
+def vary(tree: Any, axes: tuple[str, ...]) -> Any:
+  """``tree`` with all arrays typed as varying over ``axes``, which moves no data."""
 
   def cast(x):
-    missing = tuple(a for a in axis_tuple(axis_name) if a not in _varying_axes(x))
+    missing = tuple(a for a in axes if a not in _varying_axes(x))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
-  return jax.tree.map(cast, params)
+  return jax.tree.map(cast, tree)
+
+
+def other_axes(tree: Any, axis_name: AxisName) -> tuple[str, ...]:
+  """The mesh axes beside ``axis_name`` over which floating-point leaves of ``tree`` vary.
+
+  Along them, parameters are split: each part is exchanged by itself, with a state of its own.
+  """
+  leaves = [x for x in jax.tree.leaves(tree) if is_float(x)]
+  axes = frozenset().union(*map(_varying_axes, leaves))
+  return tuple(sorted(axes - set(axis_tuple(axis_name))))
 
 
 def check_local(grads: Any, axis_name: AxisName) -> None:
@@ -186,6 +199,20 @@ def check_whole(grads: Any) -> None:
         f" mesh axes {axes}, and would have to be gathered to be part of one vector. Map over them"
         f" as well, with jax.shard_map(..., axis_names={set(axes)}) around update, so that each"
         " shard has a state of its own. Or gather it yourself: jax.sharding.reshard(grads, P())."
+      )
+
+
+def check_split(grads: Any, axes: tuple[str, ...], axis_name: AxisName) -> None:
+  """Raises ValueError if a gradient does not vary over the `other_axes`."""
+  for path, grad in jax.tree_util.tree_leaves_with_path(grads):
+    missing = set(axes) - _varying_axes(grad) if is_float(grad) else ()
+    if missing:
+      raise ValueError(
+        f"gradient{jax.tree_util.keystr(path)} is the same along mesh axis {sorted(missing)}, over"
+        " which other gradients or the state vary. Each part of the model selects and skips by"
+        " itself, so the copies of this parameter would drift apart, as dense leaves too. Give it"
+        " and its like a transformation of their own by optax.partition, such as"
+        f" dense({axis_name!r})."
       )
 
 

@@ -13,8 +13,10 @@ from ..varying import (
   check_bound,
   check_local,
   check_num_workers,
+  other_axes,
   psum,
   resolve_workers,
+  vary,
 )
 
 
@@ -52,10 +54,11 @@ def dense(
   if num_workers is not None:
     checks.check_count("num_workers", num_workers)
 
+  @checks.default_promotion
   def init_fn(params):
     size = flat.flat_size(params)
     n, bound = resolve_workers(axis_name, num_workers, needed=size > 0)
-    return State(
+    state = State(
       step=jnp.zeros((), jnp.int32),
       residual=empty_residual(axis_name, 0, n, bound, jnp.float32),
       threshold=as_threshold(0.0),
@@ -63,7 +66,9 @@ def dense(
       memory=(),
       stats=empty_stats(n),
     )
+    return vary(state, other_axes(params, axis_name)) if bound else state
 
+  @checks.default_promotion
   def update_fn(updates, state, params=None, **extra_args):
     del params, extra_args
     n = check_bound(axis_name, "update")
@@ -86,8 +91,7 @@ def dense(
       counts=(share + (jnp.arange(n) < rest)).astype(jnp.int32),
       bytes_sent=jnp.asarray(traffic, jnp.float32),
     )
-    return jax.tree.map(mean, updates), state._replace(
-      step=optax.safe_increment(state.step), stats=stats
-    )
+    new = state._replace(step=optax.safe_increment(state.step), stats=stats)
+    return jax.tree.map(mean, updates), vary(new, other_axes(state, axis_name))
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
