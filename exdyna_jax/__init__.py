@@ -48,6 +48,7 @@ from .specs import get_stats as get_stats
 from .specs import state_specs as state_specs
 from .state import State as State
 from .state import Stats as Stats
+from .values import Link as Link
 from .varying import local_params as local_params
 
 __version__ = _version("exdyna_jax")

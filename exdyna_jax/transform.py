@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from . import accumulator, checks, exchange, flat, masking
+from . import accumulator, checks, exchange, flat, masking, packing, values
 from .algorithm import Algorithm, Outcome
 from .density import Density
 from .integers import from_bits, saturated_sum
@@ -43,13 +43,14 @@ class Options(NamedTuple):
   nonfinite: str
   dense_mask: Any
   max_consecutive_skips: int | None
+  wire: values.Wire = values.Wire()
 
 
 def sparsifier(
   algorithm: Algorithm, density: Density, axis_name: AxisName, options: Options
 ) -> optax.GradientTransformationExtraArgs:
   """Drives ``algorithm`` as an optax transformation."""
-  num_workers, capacity_factor, residual_dtype, nonfinite, dense_mask, max_skips = options
+  num_workers, capacity_factor, residual_dtype, nonfinite, dense_mask, max_skips, wire = options
   check_axis_name(axis_name)
   if num_workers is not None:
     num_workers = checks.check_count("num_workers", num_workers)
@@ -117,14 +118,18 @@ def sparsifier(
     )
 
     def mine_in(slots):
-      return picked.take(strided(slots, picked.found, plan.allowed, state.step))
+      mine = picked.take(strided(slots, picked.found, plan.allowed, state.step))
+      ordered = common or algorithm.ascending or not packing.is_packed(slots.shape[0], size)
+      return mine if ordered else jnp.sort(mine)
 
     def indices_in(slots):
       mine = mine_in(slots)
-      return mine if common else exchange.gather_rows(mine, axis_name).reshape(-1)
+      return mine if common else exchange.gather_indices(mine, size, axis_name)
 
     def cost(slots, header=0):
-      message = exchange.message_bytes(n, slots, wide.itemsize, header=header, common=common)
+      message = exchange.message_bytes(
+        n, slots, size, wire, wide.itemsize, header=header, common=common
+      )
       return message + exchange.all_reduce_bytes(n, slots * algorithm.sums_per_slot)
 
     # Exchange, and feed back what is not sent.
@@ -147,11 +152,11 @@ def sparsifier(
         again = chosen.at[indices].get(mode="fill", fill_value=False)
         indices = jnp.where(again, size, indices)
         chosen = chosen.at[indices].set(True, mode="drop")
-      mean = exchange.mean_at(residual, indices, axis_name, n)
-      mean = flat.cast(mean, wide, saturate=skip)
-      update = update.at[indices].set(mean, mode="drop")
+      mine = residual.at[indices].get(mode="fill", fill_value=0)
+      sums, kept = values.sum_values(mine.astype(wide), wire, axis_name, n)
+      update = update.at[indices].set(flat.cast(sums / n, wide, saturate=skip), mode="drop")
       seen = jax.tree.map(jnp.add, seen, algorithm.observe(indices, size, n))
-      return _clear(residual, indices), update, seen, chosen
+      return _leave(residual, indices, mine, kept), update, seen, chosen
 
     nothing_seen = jax.tree.map(jnp.zeros_like, algorithm.observe(slots[:0], size, n))
     # Which elements are sent, where their number does not follow from the counts.
@@ -210,12 +215,14 @@ def sparsifier(
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _clear(residual: jax.Array, indices: jax.Array) -> jax.Array:
-  """``residual`` with zeros at ``indices``, in place."""
+def _leave(
+  residual: jax.Array, indices: jax.Array, sent: jax.Array, kept: jax.Array | None
+) -> jax.Array:
+  """``residual`` with what is ``kept``, or zeros, at the ``indices`` of what is ``sent``."""
   # The zeros are computed from the values that are read: a constant would let XLA order the write
   # before the read of the values to be sent, which costs a copy of the whole vector.
-  value = residual.at[indices].get(mode="fill", fill_value=0)
-  return residual.at[indices].set(jnp.where(value > jnp.inf, 1, 0).astype(value.dtype), mode="drop")
+  left = jnp.where(sent > jnp.inf, 1, 0) if kept is None else kept
+  return residual.at[indices].set(left.astype(residual.dtype), mode="drop")
 
 
 def _stats(

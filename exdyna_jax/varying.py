@@ -233,6 +233,13 @@ def all_gather(x: jax.Array, axis_name: AxisName) -> jax.Array:
   return jax.lax.all_gather(x, axes, tiled=True)
 
 
+def all_to_all(x: jax.Array, axis_name: AxisName) -> jax.Array:
+  """Row s of ``[n, m]`` goes to worker s; returns the rows that came from each, ``[n, m]``."""
+  axes = axis_tuple(axis_name)
+  name = axes[0] if len(axes) == 1 else axes  # vmap takes no tuple
+  return jax.lax.all_to_all(local_params(x, axis_name), name, 0, 0, tiled=True)
+
+
 def psum(x: jax.Array, axis_name: AxisName) -> jax.Array:
   """Sum over the workers, the same on all of them."""
   return x if _is_alone(axis_name) else jax.lax.psum(x, axis_tuple(axis_name))

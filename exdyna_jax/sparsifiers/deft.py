@@ -113,7 +113,7 @@ def deft(
   options = Options(
     num_workers, capacity_factor, residual_dtype, nonfinite, dense_mask, max_consecutive_skips
   )
-  return sparsifier(Algorithm(select), wanted, axis_name, options)
+  return sparsifier(Algorithm(select, ascending=False), wanted, axis_name, options)
 
 
 def _largest_of(

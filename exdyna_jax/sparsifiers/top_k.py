@@ -71,7 +71,7 @@ def top_k(
     take = take_from(indices, accumulator.size(acc))
     return Selection(found, take, threshold=state.threshold)
 
-  algorithm = Algorithm(select, picks="overlapping")
+  algorithm = Algorithm(select, picks="overlapping", ascending=False)
   # As many slots as there are picks: nothing is ever truncated.
   options = Options(num_workers, 1.0, residual_dtype, nonfinite, dense_mask, max_consecutive_skips)
   return sparsifier(algorithm, wanted, axis_name, options)
