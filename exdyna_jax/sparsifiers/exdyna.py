@@ -78,7 +78,7 @@ def exdyna(
     num_blocks: how many blocks to cut the vector into, at most; partitions are runs of blocks.
     capacity_factor: each worker sends at most ``ceil(capacity_factor * k / n)`` indices, another
       even stride of its picks in each step. None: all, in as many messages as that takes.
-    residual_dtype: of the residual and all sums, at least 16 bits; in bfloat16, small ones get lost.
+    residual_dtype: of the residual and all sums, 16 bits or more; in bfloat16, small ones get lost.
     nonfinite: ``"skip"``: when any worker's gradients hold a NaN or Inf, all workers return a zero
       update, keep their state and count ``stats.skipped``; sums too large for their dtype stay at
       its largest number. ``"propagate"``: no check.
