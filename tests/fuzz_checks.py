@@ -1,13 +1,10 @@
-"""What must hold in every step of a fuzzed run, whatever was drawn.
-
-The references are those of `oracle.py` and `family_oracle.py`, and a few lines of Python for the
-sizes of messages. XLA on CPUs takes denormal numbers for zero, so here they are zero too.
-"""
+"""What must hold in every step of a fuzzed run, whatever was drawn."""
 
 import itertools
 import math
 
 import family_oracle
+import fuzz_expected as expect
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,52 +12,14 @@ import oracle
 import workers as w
 from family import COMMON, EXCLUSIVE
 from following import flat_rows
+from fuzz_expected import LARGEST, TINY, flush, is_float, split, wanted
 
-TINY, LARGEST = np.finfo(np.float32).tiny, np.finfo(np.float32).max
 EPSILON = np.finfo(np.float32).eps
-LADDER = 8  # levels around the threshold
-SIGNALS = {"secant": LADDER, "sage": 2, "sidco": 1}  # numbers in the header, by rule or name
-GROWTH, MAX_MESSAGES = 4, 16  # of further messages
 SEARCHED = 1 + 2**-11  # a searched threshold is the largest, but for the last bits
-
-
-def flush(x):
-  """Without denormal numbers, float32."""
-  x = np.asarray(x, np.float32)
-  return np.where(np.abs(x) < TINY, np.float32(0), x)
-
-
-def is_float(x):
-  return jnp.issubdtype(x.dtype, jnp.floating)
-
-
-def split(structure, tree):
-  """The sparse and the dense leaves that have a gradient."""
-  flags = zip(jax.tree.leaves(tree), structure.mask, strict=True)
-  leaves = [(x, dense) for x, dense in flags if is_float(x)]
-  return [x for x, dense in leaves if not dense], [x for x, dense in leaves if dense]
 
 
 def rows_of(leaves, n):
   return flat_rows(leaves, n) if leaves else np.zeros((n, 0), np.float32)
-
-
-def density_at(structure, t):
-  """The density of a step, as it is computed."""
-  if structure.schedule is None:
-    return structure.density
-  first, last, until = structure.schedule.values()
-  return np.float32(first if t < until else last)
-
-
-def wanted(structure, size, t):
-  """k of a step."""
-  density = density_at(structure, t)
-  if density is None:
-    return 1
-  return min(
-    max(1, int(density * np.float32(size) if structure.schedule else density * size)), size
-  )
 
 
 def check_step(structure, workers, before, grads, updates, after):
@@ -83,7 +42,7 @@ def check_step(structure, workers, before, grads, updates, after):
   skips = structure.options["nonfinite"] == "skip"
   if skips and not all(np.isfinite(x.astype(np.float32)).all() for x in sparse + dense):
     return check_skipped(structure, before, old, after, got, update + dense_update)
-  acc = accumulated(structure, rows_of(sparse, n), before.residual)
+  acc = expect.accumulated(structure, rows_of(sparse, n), before.residual)
   sent, counts, sent_counts = what_is_sent(structure, acc, old, got, after)
   check_conservation(acc, after.residual, sent)
   columns = np.cumsum([0] + [x[0].size for x in sparse])
@@ -104,16 +63,6 @@ def agreed(workers, tree):
   for x in jax.tree.leaves(tree):
     assert all(row.tobytes() == x[0].tobytes() for row in x), "workers disagree"
   return w.copies(workers, tree)[0]
-
-
-def accumulated(structure, rows, residual):
-  """acc [n, N]: the sum, rounded to the residual's dtype; too large a number stays the largest."""
-  dtype = residual.dtype
-  with np.errstate(over="ignore", invalid="ignore"):
-    acc = flush(flush(rows) + flush(residual))
-    if structure.options["nonfinite"] == "skip":
-      acc = np.clip(acc, -float(jnp.finfo(dtype).max), float(jnp.finfo(dtype).max))
-    return flush(acc.astype(dtype))
 
 
 def check_conservation(acc, residual, sent):
@@ -150,7 +99,7 @@ def check_skipped(structure, before, old, after, got, update):
   assert stats.skipped == old.stats.skipped + 1 and stats.selected == stats.overflow == 0
   assert not stats.counts.any() and stats.padding_ratio == 1 and stats.density == 0
   assert np.isfinite(stats.threshold_used)
-  check_bytes(structure, before.residual.shape[1], int(old.step), 0, got)
+  check_bytes(structure, before.residual.shape[1], 0, got)
 
 
 def check_dense_stats(structure, leaves, size, got):
@@ -161,83 +110,25 @@ def check_dense_stats(structure, leaves, size, got):
   np.testing.assert_allclose(stats.bytes_sent, traffic, rtol=1e-6)
 
 
-def allowed_of(structure, size, t):
-  """The most indices that a worker may send; None where nothing is cut off."""
-  factor = structure.options.get("capacity_factor", 1.0)
-  sharers = structure.n if structure.name in EXCLUSIVE else 1
-  if structure.density is None or factor is None:
-    return None
-  if structure.schedule is None:
-    return oracle.capacity(size, sharers, structure.density, factor)
-  k = wanted(structure, size, t)
-  share = np.float32(k) * np.float32(factor / sharers)
-  return None if k == size else min(max(math.ceil(share), 1), size)
-
-
 def what_is_sent(structure, acc, old, got, after):
   """bool [N], what is sent; how many each worker picks, and sends."""
   size, t = acc.shape[1], int(old.step)
-  picks = picks_of(structure, acc, old, got)
+  picks = expect.picks_of(structure, acc, old, got)
   if picks is None:  # no reference: what has left the residual, and zeros that nobody would miss
     sent = (flush(after.residual) != acc).any(axis=0) | (got.stats.selected == size)
     counts = got.stats.counts
-    limit = allowed_of(structure, size, t)
+    limit = expect.allowed_of(structure, size, t)
     return sent, counts, counts if limit is None else np.minimum(counts, limit)
-  limit = allowed_of(structure, size, t)
+  limit = expect.allowed_of(structure, size, t)
   kept = [oracle.truncate(x, limit, t) for x in picks]
   sent = np.zeros(size, bool)
   sent[np.concatenate(kept).astype(int)] = True
   return sent, np.array([len(x) for x in picks]), np.array([len(x) for x in kept])
 
 
-def picks_of(structure, acc, old, got):
-  """The indices that each worker picks, ascending where they may be cut off; None if unknown."""
-  n, size, t = *acc.shape, int(old.step)
-  k, name = wanted(structure, size, t), structure.name
-  # In the order of selection: NaN is larger than all others.
-  m = np.abs(acc).astype(np.float64)
-  m = np.where(np.isnan(m), np.inf, np.where(np.isinf(m), 2 * float(LARGEST), m))
-  if name in ("exdyna", "micro"):
-    edges, fallback = edges_of(structure, size, old), structure.options["threshold"] == "paper"
-    parts = [(t + r) % n for r in range(n)]
-    used = float(got.stats.threshold_used)
-    return [
-      oracle.select(m[r], edges[p], edges[p + 1], used, t, fallback) for r, p in enumerate(parts)
-    ]
-  if name == "top_k":
-    return family_oracle.top_k(t, m, k)
-  if name == "clt_k":
-    return family_oracle.clt_k(t, m, k)
-  if name == "hard_threshold":
-    return family_oracle.hard_threshold(t, m, old.threshold)
-  if name == "sage":
-    return [np.flatnonzero(m[r] >= np.float32(got.memory.thresholds[r])) for r in range(n)]
-  if name == "sidco":  # whatever the thresholds are, it is the largest that reach them
-    return [largest(m[r], int(got.stats.counts[r])) for r in range(n)]
-  return None
-
-
-def largest(row, count):
-  """So many of the largest magnitudes, and all that equal the least of them."""
-  if count == 0:
-    assert not row.any(), "the largest entry is always picked"
-    return np.zeros(0, int)
-  return np.flatnonzero(row >= np.sort(row)[::-1][count - 1])
-
-
-def blocks_of(structure, size):
-  cut = oracle.geometry if structure.options["partition"] == "paper" else oracle.even_blocks
-  return cut(size, structure.n, structure.options["num_blocks"])
-
-
-def edges_of(structure, size, old):
-  """Elements at which the partitions begin."""
-  if structure.name == "micro":
-    return np.cumsum(
-      [0] + [size // structure.n + (p < size % structure.n) for p in range(structure.n)]
-    )
-  blocks = blocks_of(structure, size)
-  return [oracle.position(blocks, b) for b in old.boundaries]
+def check_bytes(structure, size, most, got):
+  expected = expect.bytes_of(structure, size, most)
+  np.testing.assert_allclose(got.stats.bytes_sent, expected, rtol=1e-5, err_msg="bytes")
 
 
 def check_stats(structure, size, old, got, sent, counts, sent_counts):
@@ -251,63 +142,13 @@ def check_stats(structure, size, old, got, sent, counts, sent_counts):
     assert stats.selected == sent.sum(), "selected"
   assert name not in EXCLUSIVE or stats.selected == sent_counts.sum(), "picked twice"
   assert stats.overflow == total - sent_counts.sum() or name in COMMON
-  limit = allowed_of(structure, size, t)
+  limit = expect.allowed_of(structure, size, t)
   assert limit is None or stats.selected <= limit * (1 if name in COMMON else n), "capacity"
   assert stats.skipped == old.stats.skipped and got.step == old.step + 1
   np.testing.assert_allclose(stats.density, stats.selected / size, rtol=1e-6)
   padding = n * counts.max() / total if total else 1.0
   np.testing.assert_allclose(stats.padding_ratio, padding, rtol=1e-6)
-  check_bytes(structure, size, t, int(sent_counts.max()), got)
-
-
-def check_bytes(structure, size, t, most, got):
-  """The sizes of all messages of a step in which a worker sends at most so many indices."""
-  n, name, options = structure.n, structure.name, structure.options
-  gather, reduce = 4 * (n - 1), 4 * 2 * (n - 1) / n
-  sharers = n if name in EXCLUSIVE else 1
-  factor = options.get("capacity_factor", 1.0)
-  density, schedule = structure.density, structure.schedule
-  if density is None:
-    factor, density = None, 1e-3
-  ends = (density,) * 2 if schedule is None else sorted((schedule["first"], schedule["last"]))
-  if schedule:  # a schedule computes in float32
-    ends = [float(np.float32(x)) for x in ends]
-  share = [(1.0 if factor is None else factor) * max(1, int(d * size)) / sharers for d in ends]
-  low, high = (max(math.ceil(min(x, size)), 1) for x in share)
-  if factor is None or ends[0] == 1:
-    high = math.ceil(size / n)
-  elif schedule is None:
-    high = low
-  sizes = [low]
-  while sizes[-1] * MAX_MESSAGES < high:
-    sizes.append(sizes[-1] * GROWTH)
-
-  def message(slots, header=0):
-    if name == "random_k":
-      return gather * header + reduce * slots
-    if name == "clt_k":
-      return gather * header + reduce * slots * 2
-    return gather * (header + slots) + reduce * n * slots
-
-  rule = options.get("threshold") if name in ("exdyna", "micro") else name
-  is_one = schedule is None and ends[0] == 1
-  signal = 0 if is_one and rule == "secant" else SIGNALS.get(rule, 0)
-  expected = message(low, 2 + signal)
-  if rule == "in_step" and not is_one:
-    expected += reduce * LADDER
-  if name == "deft":
-    expected += reduce * len(pieces_of(structure))
-  rest = most - low
-  if rest > 0 and (factor is None or is_one or schedule):
-    slots = sizes[sum(rest > s * MAX_MESSAGES for s in sizes[:-1])]
-    expected += math.ceil(rest / slots) * message(slots)
-  expected += reduce * sum(x.size for x in split(structure, structure.params)[1])
-  np.testing.assert_allclose(got.stats.bytes_sent, expected, rtol=1e-5, err_msg="bytes")
-
-
-def pieces_of(structure):
-  sizes = [x.size for x in split(structure, structure.params)[0]]
-  return [size for size in family_oracle.pieces(sizes, structure.n) if size]
+  check_bytes(structure, size, int(sent_counts.max()), got)
 
 
 def check_pieces(structure, acc, t, sent):
@@ -320,7 +161,7 @@ def check_pieces(structure, acc, t, sent):
   if wanted(structure, size, t) == size:
     assert sent.all()
     return
-  sizes = pieces_of(structure)
+  sizes = expect.pieces_of(structure)
   edges = list(itertools.pairwise(np.cumsum([0, *sizes])))
   norms = [[np.linalg.norm(row[a:b].astype(np.float64)) for a, b in edges] for row in acc]
   k = wanted(structure, size, t)
@@ -366,24 +207,26 @@ def check_rules(structure, size, acc, old, got):
     lost and k < size and not is_one and options["threshold"] != "paper" and np.isfinite(acc).all()
   ):
     # Searched: the largest threshold that k elements reach, or all that are not zero.
-    edges = edges_of(structure, size, old)
+    edges = expect.edges_of(structure, size, old)
     own = [
       acc[r, edges[p] : edges[p + 1]] for r in range(structure.n) for p in [(t + r) % structure.n]
     ]
     own = np.abs(np.concatenate(own))
     assert total >= min(k, np.count_nonzero(own)) and (own >= used * SEARCHED).sum() < k, "search"
   if name == "micro":
-    np.testing.assert_array_equal(got.boundaries, edges_of(structure, size, old))
+    np.testing.assert_array_equal(got.boundaries, expect.edges_of(structure, size, old))
     return
   n, lengths, num_blocks = (
     structure.n,
     np.diff(got.boundaries),
-    blocks_of(structure, size).num_blocks,
+    expect.blocks_of(structure, size).num_blocks,
   )
   assert got.boundaries[0] == 0 and got.boundaries[-1] == num_blocks and lengths.min() >= 0
   if options["partition"] == "paper":
     by_partition = [int(counts[(p - t) % n]) for p in range(n)]
-    expected = oracle.paper_sweep(old.boundaries.tolist(), by_partition, blocks_of(structure, size))
+    expected = oracle.paper_sweep(
+      old.boundaries.tolist(), by_partition, expect.blocks_of(structure, size)
+    )
     np.testing.assert_array_equal(got.boundaries, expected, "the paper's sweep")
   else:
     assert lengths.min() >= 1 or num_blocks < n
