@@ -84,7 +84,7 @@ def check_means(values, update, *, saturated):
     sums = np.finfo(np.float16).max if x.dtype == np.float16 else LARGEST
     fits = np.isfinite(expected) & (scale * n < float(sums)) & (np.abs(expected) < largest)
     rounding = n * max(EPSILON, float(jnp.finfo(x.dtype).eps)) * scale
-    rounding += float(jnp.finfo(dtype).eps) * np.abs(expected) + TINY
+    rounding += float(jnp.finfo(dtype).eps) * np.abs(expected) + n * TINY
     rounding += float(jnp.finfo(dtype).smallest_subnormal)
     with np.errstate(invalid="ignore"):
       assert (np.abs(mean - expected) <= rounding)[fits].all(), "a mean is wrong"
