@@ -23,6 +23,7 @@ import workers as w
 from family import FAMILY, TRUNCATED
 
 RUNS_PER_STRUCTURE = 4
+RUNS_PER_REPORT = 100
 STEPS = 8
 
 # Compilation is what a run costs. These halve it; what is compiled stays the same.
@@ -197,6 +198,8 @@ def main():
       failed.append(seed)
       print(f"seed {seed} failed ({name}):", flush=True)
       traceback.print_exc(file=sys.stdout)
+    if sum(done.values()) % RUNS_PER_REPORT == 0:
+      print(f"{sum(done.values())} runs, {len(failed)} failed", flush=True)
     if args.one is not None:
       print(prepare(seed // RUNS_PER_STRUCTURE)[0])
   structures = len({seed // RUNS_PER_STRUCTURE for seed in seeds})
