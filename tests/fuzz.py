@@ -19,6 +19,7 @@ import fuzz_checks
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import workers as w
 from family import FAMILY, TRUNCATED
 
@@ -167,8 +168,9 @@ def run(seed):
   start = int(pick(rng, 0, 0, rng.integers(100), rng.integers(2**30)))
   state = state._replace(step=np.full((n,), start, np.int32))
   if name in ONLINE and structure.density != 1 and rng.random() < 0.3:
+    # As initial_threshold does it: known, so that no search is due.
     first = np.full_like(state.threshold, 10 ** rng.uniform(-3, 3))
-    state = state._replace(threshold=first)
+    state = optax.tree_utils.tree_set(state, threshold=first, lost=np.zeros((n,), bool))
   scale = 10 ** rng.uniform(-3, 3)
   workers = w.Workers(n, "vmap", None, step)
   for _ in range(STEPS):
