@@ -33,6 +33,7 @@ A step of data-parallel training, with any of them in front of any optimizer:
 
 from importlib.metadata import version as _version
 
+from .reshard import reshard_state as reshard_state
 from .sparsifiers.clt_k import clt_k as clt_k
 from .sparsifiers.deft import deft as deft
 from .sparsifiers.dense import dense as dense

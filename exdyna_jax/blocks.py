@@ -11,8 +11,6 @@ import jax.numpy as jnp
 
 # Blocks of whole 32-bit words: a mask of a block packs into words without remainder.
 WORD = 32
-# Below this many blocks of one word per worker, finer blocks balance better than aligned ones.
-MIN_BLOCKS_PER_WORKER = 4
 
 
 class Blocks(NamedTuple):
@@ -33,13 +31,11 @@ def paper_blocks(size: int, num_blocks: int) -> Blocks:
   return Blocks(size, size // num_blocks // WORD * WORD, num_blocks)
 
 
-def even_blocks(size: int, num_workers: int, num_blocks: int) -> Blocks:
-  """At most about ``num_blocks`` equal blocks, the last one possibly shorter; any ``size >= 1``."""
-  block_size = -(-size // num_blocks)
-  if size >= WORD * MIN_BLOCKS_PER_WORKER * num_workers:
+def even_blocks(size: int, num_blocks: int) -> Blocks:
+  """At most ``num_blocks`` equal blocks, the last one possibly shorter; any ``size``."""
+  block_size = max(-(-size // num_blocks), 1)
+  if size >= WORD * num_blocks:  # else, finer blocks balance better than aligned ones
     block_size = -(-block_size // WORD) * WORD
-  else:
-    block_size = max(block_size, size // (MIN_BLOCKS_PER_WORKER * num_workers), 1)
   return Blocks(size, block_size, -(-size // block_size))
 
 

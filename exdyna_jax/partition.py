@@ -104,6 +104,15 @@ def expected_loads(
   return jnp.where(jnp.any(counts > 0), LOAD_DECAY * loads + (1 - LOAD_DECAY) * found, loads)
 
 
+def check_loads(loads: jax.Array, blocks: Blocks, num_blocks: int) -> None:
+  """Raises ValueError unless ``loads`` were made for this cut; a rule may have none."""
+  if loads.shape[0] not in (0, blocks.num_blocks):
+    raise ValueError(
+      f"the state was made for {loads.shape[0]} blocks, but num_blocks={num_blocks} makes"
+      f" {blocks.num_blocks}. Keep num_blocks, or make the state anew with init."
+    )
+
+
 def balanced_boundaries(loads: jax.Array, num_workers: int) -> jax.Array:
   """Boundaries at equal shares of the running sum of ``loads``, at least one block each.
 
@@ -132,8 +141,8 @@ def balanced_boundaries(loads: jax.Array, num_workers: int) -> jax.Array:
 class Rule(NamedTuple):
   """How partitions follow the load; ``RULES`` has all of them."""
 
-  # (N, n, wanted number of blocks) -> the cut
-  cut: Callable[[int, int, int], Blocks]
+  # (N, wanted number of blocks) -> the cut. Not a function of n, which may change between runs.
+  cut: Callable[[int, int], Blocks]
   # the loads before the first step, float32 [num_blocks]; empty if the rule knows none
   first: Callable[[Blocks], jax.Array]
   # (indices, blocks) -> what `adapt` needs, summed over the messages
@@ -143,10 +152,9 @@ class Rule(NamedTuple):
   adapt: Callable[..., tuple[jax.Array, jax.Array]]
 
 
-def _paper_cut(size, num_workers, num_blocks):
-  if size >= WORD * num_blocks:
-    return paper_blocks(size, num_blocks)
-  return even_blocks(size, num_workers, num_blocks)
+def _paper_cut(size, num_blocks):
+  cut = paper_blocks if size >= WORD * num_blocks else even_blocks
+  return cut(size, num_blocks)
 
 
 def _paper_adapt(boundaries, loads, observed, counts, sent, blocks):

@@ -15,8 +15,9 @@ class Stats(NamedTuple):
   """What the last step did; all arrays are the same on all workers.
 
   Attributes:
-    density: float32 ``[]``, entries sent / N. Single steps scatter around the target, up to the
-      capacity; where a worker found more than that, it is lower than ``sum(counts) / N``.
+    density: float32 ``[]``, entries sent / N, of the sparse leaves, as all but ``bytes_sent``.
+      Single steps scatter around the target, up to the capacity; where a worker found more than
+      that, it is lower than ``sum(counts) / N``.
     selected: int32 ``[]``, entries sent; one that several workers have picked counts once.
     counts: int32 ``[n]``, entries that qualified on each worker, sent or not. Where one worker or
       a random key picks for all (`clt_k`, `random_k`), the same number for each.
@@ -25,6 +26,7 @@ class Stats(NamedTuple):
     padding_ratio: float32 ``[]``, ``n * max(counts) / sum(counts)``; 1 is perfect balance.
     overflow: int32 ``[]``, entries that qualified but exceeded the capacity, and wait.
     skipped: int32 ``[]``, steps skipped so far because of NaN or Inf.
+    consecutive_skips: int32 ``[]``, steps skipped in a row, up to this one.
     bytes_sent: float32 ``[]``, by each worker in this step, by ring collectives. Messages have
       fixed sizes (a few sizes, under a schedule): empty slots count. The sums of a search for the
       threshold, which is rare, do not.
@@ -37,6 +39,7 @@ class Stats(NamedTuple):
   padding_ratio: jax.Array
   overflow: jax.Array
   skipped: jax.Array
+  consecutive_skips: jax.Array
   bytes_sent: jax.Array
 
 
@@ -62,6 +65,12 @@ class State(NamedTuple):
   stats: Stats
 
 
+class PerWorker(NamedTuple):
+  """Numbers in an algorithm's memory of which each worker has its own; all workers know all."""
+
+  values: jax.Array  # [n]
+
+
 def empty_stats(num_workers: int) -> Stats:
   """Statistics before the first step."""
   # A buffer of its own for each field: the same one twice cannot be donated.
@@ -73,6 +82,7 @@ def empty_stats(num_workers: int) -> Stats:
     padding_ratio=jnp.ones((), jnp.float32),
     overflow=jnp.zeros((), jnp.int32),
     skipped=jnp.zeros((), jnp.int32),
+    consecutive_skips=jnp.zeros((), jnp.int32),
     bytes_sent=jnp.zeros((), jnp.float32),
   )
 
@@ -88,8 +98,9 @@ def check_state(state: Any, size: int, num_workers: int) -> None:
   made_for = state.boundaries.shape[0] - 1
   if made_for != num_workers:
     raise ValueError(
-      f"the state was made for {made_for} workers, but the mesh axis has {num_workers}. Make it"
-      f" anew with init for this mesh, with num_workers={num_workers} if it is given."
+      f"the state was made for {made_for} workers, but the mesh axis has {num_workers}. Outside of"
+      f" the mapped function, exdyna_jax.reshard_state(opt_state, {num_workers}) turns it. Or make it"
+      f" anew with init, with num_workers={num_workers} if that is given."
     )
   shape = state.residual.shape
   if shape == (size,):
@@ -115,7 +126,8 @@ def check_memory(state: State, init: Callable[[], tuple[Any, Any, Any]]) -> None
     )
 
 
-def _is_state(node: Any) -> bool:
+def is_state(node: Any) -> bool:
+  """True for the state of a sparsifier."""
   return isinstance(node, State)
 
 
@@ -150,9 +162,9 @@ def state_specs(tree: Any, axis_name: AxisName) -> Any:
 
   def specs(node):
     replicated = jax.tree.map(lambda _: PartitionSpec(), node)
-    return replicated._replace(residual=sharded) if _is_state(node) else replicated
+    return replicated._replace(residual=sharded) if is_state(node) else replicated
 
-  return jax.tree.map(specs, tree, is_leaf=_is_state)
+  return jax.tree.map(specs, tree, is_leaf=is_state)
 
 
 def get_stats(tree: Any) -> Stats:
@@ -175,7 +187,7 @@ def get_stats(tree: Any) -> Stats:
     >>> int(get_stats(tx.init({"w": jnp.zeros(1000)})).skipped)
     0
   """
-  states = [s for s in jax.tree.leaves(tree, is_leaf=_is_state) if _is_state(s)]
+  states = [s for s in jax.tree.leaves(tree, is_leaf=is_state) if is_state(s)]
   if len(states) != 1:
     raise ValueError(
       f"get_stats found {len(states)} sparsifier states in a {type(tree).__name__}, and needs"

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from . import accumulator, checks, exchange, flat
+from . import accumulator, checks, exchange, flat, masking
 from .algorithm import Algorithm, Outcome
 from .density import Density
 from .integers import from_bits, saturated_sum
@@ -26,6 +26,7 @@ from .varying import (
   check_local,
   check_num_workers,
   local_params,
+  psum,
   resolve_workers,
 )
 
@@ -37,13 +38,15 @@ class Options(NamedTuple):
   capacity_factor: float | None
   residual_dtype: Any
   nonfinite: str
+  dense_mask: Any
+  max_consecutive_skips: int | None
 
 
 def sparsifier(
   algorithm: Algorithm, density: Density, axis_name: AxisName, options: Options
 ) -> optax.GradientTransformationExtraArgs:
   """Drives ``algorithm`` as an optax transformation."""
-  num_workers, capacity_factor, residual_dtype, nonfinite = options
+  num_workers, capacity_factor, residual_dtype, nonfinite, dense_mask, max_skips = options
   check_axis_name(axis_name)
   if num_workers is not None:
     num_workers = checks.check_count("num_workers", num_workers)
@@ -51,11 +54,18 @@ def sparsifier(
   residual_dtype = checks.check_float_dtype("residual_dtype", residual_dtype)
   checks.check_choice("nonfinite", nonfinite, ("skip", "propagate"))
   skip = nonfinite == "skip"
+  if max_skips is not None:
+    max_skips = checks.check_count("max_consecutive_skips", max_skips)
+    if not skip:
+      raise ValueError(
+        f"max_consecutive_skips={max_skips} needs nonfinite='skip', but it is {nonfinite!r}, under"
+        " which no step is skipped. Leave one of them out."
+      )
   wide = jnp.promote_types(residual_dtype, jnp.float32)
   overlapping, common = (algorithm.picks == picks for picks in ("overlapping", "common"))
 
   def init_fn(params):
-    size = flat.flat_size(params)
+    size = _sparse_size(masking.split(params, dense_mask))
     # A tree without elements, such as optax's placeholder for parameters, may come from anywhere.
     n, bound = resolve_workers(axis_name, num_workers, needed=size > 0)
     threshold, boundaries, memory = algorithm.init(size, n)
@@ -74,17 +84,18 @@ def sparsifier(
     n = check_bound(axis_name, "update")
     check_num_workers(axis_name, num_workers, n)
     check_local(updates, axis_name)
-    size = flat.flat_size(updates)
+    sparse, dense = masking.split(updates, dense_mask)
+    size = _sparse_size((sparse, dense))
     check_state(state, size, n)
     check_memory(state, functools.partial(algorithm.init, size, n))
     if size == 0:
       return flat.unflatten(jnp.zeros((0,)), updates), state
 
     # Accumulate. Finite gradients never make an infinite residual, which could never be sent.
-    grads = flat.flatten(updates, wide)
-    layers = flat.leaf_sizes(updates)
+    grads, dense_grads = (flat.flatten(tree, wide) for tree in (sparse, dense))
+    layers = flat.leaf_sizes(sparse)
     acc = accumulator.accumulate(grads, state.residual, layers, saturate=skip)
-    finite = flat.all_finite(grads) if skip else jnp.asarray(True)
+    finite = flat.all_finite(grads) & flat.all_finite(dense_grads) if skip else jnp.asarray(True)
     if not skip:
       acc = accumulator.made(accumulator.whole(acc), layers)
 
@@ -134,7 +145,10 @@ def sparsifier(
     nothing_seen = jax.tree.map(jnp.zeros_like, algorithm.observe(slots[:0], size, n))
     # Which elements are sent, where their number does not follow from the counts.
     chosen = jnp.zeros((size if overlapping else 0,), bool)
-    sending = (residual, jnp.zeros((size,), wide), nothing_seen, chosen)
+    # An update in which nothing is sent: zeros, until too many steps in a row have been skipped.
+    skips = jnp.where(agreed.finite, 0, optax.safe_increment(state.stats.consecutive_skips))
+    nothing = jnp.float32(0) if max_skips is None else jnp.where(skips > max_skips, jnp.nan, 0.0)
+    sending = (residual, jnp.full((size,), nothing, wide), nothing_seen, chosen)
     sending = send(sending, agreed.indices)
     sent = jnp.minimum(counts, plan.allowed)
     sending, more_bytes = exchange.send_rest(send, sending, indices_in, plan, jnp.max(sent), cost)
@@ -143,6 +157,12 @@ def sparsifier(
       selected = jnp.sum(chosen, dtype=jnp.int32)
     else:
       selected = sent[0] if common else jnp.sum(sent, dtype=jnp.int32)
+
+    # The dense leaves.
+    dense_mean = jnp.zeros((0,), wide)
+    if dense_grads.size:
+      mean = flat.cast(psum(dense_grads, axis_name) / n, wide, saturate=skip)
+      dense_mean = jnp.where(agreed.finite, mean, nothing.astype(wide))
 
     # Adapt. A skipped step leaves everything but the statistics as it was.
     used = picked.threshold
@@ -163,14 +183,31 @@ def sparsifier(
       size=size,
       selected=selected,
       skipped=state.stats.skipped + ~agreed.finite,
+      consecutive_skips=skips,
       bytes_sent=cost(plan.slots[0], header)
       + exchange.all_reduce_bytes(n, picked.sums)
+      + exchange.all_reduce_bytes(n, dense_grads.size, wide.itemsize)
       + more_bytes,
     )
     new = State(step, residual, threshold, boundaries, memory, stats)
-    return flat.unflatten(update, updates, saturate=skip), new
+    updates = masking.merge(
+      flat.unflatten(update, sparse, saturate=skip),
+      flat.unflatten(dense_mean, dense, saturate=skip),
+    )
+    return updates, new
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _sparse_size(split: tuple[Any, Any]) -> int:
+  """Elements of the sparse leaves; raises ValueError if only dense ones have any."""
+  sparse, dense = (flat.flat_size(tree) for tree in split)
+  if dense and not sparse:
+    raise ValueError(
+      "dense_mask leaves no element to be sent sparsely. For a dense mean of all leaves, use"
+      " exdyna_jax.dense(axis_name)."
+    )
+  return sparse
 
 
 def _clear(residual: jax.Array, indices: jax.Array) -> jax.Array:
@@ -187,6 +224,7 @@ def _stats(
   size: int,
   selected: jax.Array,
   skipped: jax.Array,
+  consecutive_skips: jax.Array,
   bytes_sent: jax.Array | float,
 ) -> Stats:
   counts = outcome.counts
@@ -201,5 +239,6 @@ def _stats(
     padding_ratio=jnp.where(total > 0, padding, 1.0),
     overflow=saturated_sum(counts - outcome.sent),
     skipped=skipped,
+    consecutive_skips=consecutive_skips,
     bytes_sent=jnp.asarray(bytes_sent, jnp.float32),
   )

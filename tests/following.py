@@ -68,7 +68,7 @@ def follow(
   size = flat_rows(jax.tree.map(lambda x: np.zeros((1, *x.shape)), params), 1).shape[1]
   schedule = density if callable(density) else lambda _: density
   paper_threshold, paper_partition = (rule == "paper" for rule in rules)
-  blocks = oracle.geometry(size, n) if paper_partition else oracle.even_blocks(size, n)
+  blocks = oracle.geometry(size) if paper_partition else oracle.even_blocks(size)
   reference = oracle.init(size, n, schedule(0), blocks)
   for grads in all_grads:
     rows = flat_rows(grads, n)

@@ -13,7 +13,6 @@ import numpy as np
 
 ALIGNMENT = 32  # blocks are multiples of this many elements, where the vector is large enough
 DEFAULT_NUM_BLOCKS = 1024
-BLOCKS_PER_WORKER = 4  # fewest blocks per worker for which aligned blocks are worth their size
 
 # A partition is overloaded or underloaded when its count lies beyond these multiples of the mean.
 OVERLOADED, UNDERLOADED = 1.05, 0.95238
@@ -50,21 +49,19 @@ def paper_blocks(size, num_blocks=DEFAULT_NUM_BLOCKS):
   return Blocks(size, size // num_blocks // ALIGNMENT * ALIGNMENT, num_blocks)
 
 
-def even_blocks(size, num_workers, num_blocks=DEFAULT_NUM_BLOCKS):
+def even_blocks(size, num_blocks=DEFAULT_NUM_BLOCKS):
   """Geometry for any size: rounded-up blocks, of which only the last may be partial."""
-  block_size = math.ceil(size / num_blocks)
-  if size >= ALIGNMENT * BLOCKS_PER_WORKER * num_workers:
+  block_size = max(math.ceil(size / num_blocks), 1)
+  if size >= ALIGNMENT * num_blocks:
     block_size = math.ceil(block_size / ALIGNMENT) * ALIGNMENT
-  else:
-    block_size = max(block_size, size // (BLOCKS_PER_WORKER * num_workers), 1)
   return Blocks(size, block_size, math.ceil(size / block_size))
 
 
-def geometry(size, num_workers, num_blocks=DEFAULT_NUM_BLOCKS):
+def geometry(size, num_blocks=DEFAULT_NUM_BLOCKS):
   """Blocks of paper mode: the original's wherever the original works, else the even ones."""
   if size >= ALIGNMENT * num_blocks:
     return paper_blocks(size, num_blocks)
-  return even_blocks(size, num_workers, num_blocks)
+  return even_blocks(size, num_blocks)
 
 
 def position(blocks, boundary):
@@ -169,7 +166,7 @@ def truncate(indices, capacity, step):
 
 def init(size, num_workers, density, blocks=None):
   """The state before the first step. Density 1 keeps the threshold at 0: everything qualifies."""
-  blocks = blocks or geometry(size, num_workers)
+  blocks = blocks or geometry(size)
   return State(
     step=0,
     residual=np.zeros((num_workers, size), np.float32),
@@ -192,7 +189,7 @@ def step(state, grads, *, density, capacity=None, blocks=None, nonfinite="skip",
     nothing was picked) and `skipped` (whether this step was).
   """
   n, size = grads.shape
-  blocks = blocks or geometry(size, n)
+  blocks = blocks or geometry(size)
   capacity = None if density >= 1.0 else capacity
   with np.errstate(over="ignore", invalid="ignore"):
     acc = grads.astype(np.float32) + state.residual

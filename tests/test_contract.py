@@ -107,6 +107,25 @@ def test_zero_gradients_change_nothing(name):
 
 
 @every_sparse
+def test_too_many_skips_in_a_row_make_the_update_nan(name):
+  workers = compiled(name, N_WORKERS, "vmap", max_consecutive_skips=2)
+  state, broken = workers.init(PARAMS), gradients(1, N_WORKERS)
+  broken["w"] = broken["w"].at[2, 3, 4].set(np.nan)
+  for skips_in_a_row in (2, 4):  # the finite step in between starts the count anew
+    clean = state._replace(stats=())
+    for skips in range(1, skips_in_a_row + 1):
+      updates, state = workers.step(state, broken)
+      w.agreed(workers, updates, state)
+      filled = np.concatenate([np.ravel(x).astype(np.float32) for x in jax.tree.leaves(updates)])
+      assert np.isnan(filled).all() if skips > 2 else not filled.any()
+      assert w.stats_of(workers, state).consecutive_skips == skips
+      jax.tree.map(np.testing.assert_array_equal, state._replace(stats=()), clean)
+    updates, state = workers.step(state, gradients(0, N_WORKERS))
+    assert np.isfinite(updates["w"]).all() and np.any(updates["w"])
+    assert w.stats_of(workers, state).consecutive_skips == 0
+
+
+@every_sparse
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_bad_worker_skips_the_step_on_all(name, bad):
   workers = compiled(name, N_WORKERS, "vmap")
@@ -189,6 +208,8 @@ def test_errors(name):
       make(DENSITY, w.AXIS, nonfinite="ignore")
     with pytest.raises(TypeError, match="residual_dtype must be a floating-point"):
       make(DENSITY, w.AXIS, residual_dtype=jnp.int32)
+    with pytest.raises(ValueError, match="max_consecutive_skips=3 needs nonfinite='skip'"):
+      make(DENSITY, w.AXIS, max_consecutive_skips=3, nonfinite="propagate")
   if name in TRUNCATED:
     with pytest.raises(ValueError, match="capacity_factor must be positive.*got 0"):
       make(DENSITY, w.AXIS, capacity_factor=0)

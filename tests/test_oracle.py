@@ -93,17 +93,16 @@ def test_paper_blocks_leave_the_tail_to_the_last_partition():
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 31, 127, 128, 1000, 4096, 32768, 65535, 1_000_003])
-@pytest.mark.parametrize("n", [1, 2, 3, 8, 40])
-def test_even_blocks_cover_every_size(size, n):
+def test_even_blocks_cover_every_size(size):
   """No block is longer than the others, the last one is not empty, large ones are aligned."""
-  blocks = oracle.even_blocks(size, n)
+  blocks = oracle.even_blocks(size)
   ends = [oracle.position(blocks, b) for b in range(blocks.num_blocks + 1)]
   lengths = np.diff(ends)
   assert ends[0] == 0 and ends[-1] == size
   assert (lengths[:-1] == blocks.block_size).all()
   assert (lengths > 0).all() and (lengths <= blocks.block_size).all()
   assert blocks.num_blocks <= oracle.DEFAULT_NUM_BLOCKS
-  if size >= oracle.ALIGNMENT * oracle.BLOCKS_PER_WORKER * n:
+  if size >= oracle.ALIGNMENT * oracle.DEFAULT_NUM_BLOCKS:
     assert blocks.block_size % oracle.ALIGNMENT == 0
 
 
@@ -169,7 +168,7 @@ def test_nothing_is_lost(limit):
 
 def test_workers_choose_from_partitions_in_rotation():
   """Worker r owns partition (t + r) mod n, so in every step each of them picks from its own."""
-  blocks = oracle.geometry(SIZE, WORKERS)
+  blocks = oracle.geometry(SIZE)
   for t, (_, _, before, _, info) in enumerate(_run(2 * WORKERS)):
     ends = [oracle.position(blocks, b) for b in before.boundaries]
     per_partition, _ = np.histogram(info["indices"], ends)

@@ -16,10 +16,10 @@ from exdyna_jax import partition
 
 
 @settings(max_examples=300)
-@given(size=st.integers(1, 10**7), n=st.integers(1, 64), num_blocks=st.sampled_from([1, 7, 1024]))
-def test_geometry_tiles_the_vector(size, n, num_blocks):
-  cut = geometry.even_blocks(size, n, num_blocks)
-  assert cut == oracle.even_blocks(size, n, num_blocks)
+@given(size=st.integers(1, 10**7), num_blocks=st.sampled_from([1, 7, 1024]))
+def test_geometry_tiles_the_vector(size, num_blocks):
+  cut = geometry.even_blocks(size, num_blocks)
+  assert cut == oracle.even_blocks(size, num_blocks)
   assert (cut.num_blocks - 1) * cut.block_size < size <= cut.num_blocks * cut.block_size
   if size >= geometry.WORD * num_blocks:
     paper = geometry.paper_blocks(size, num_blocks)
@@ -32,7 +32,7 @@ def test_geometry_tiles_the_vector(size, n, num_blocks):
 def test_partitions_tile_the_vector(size, n, paper):
   if paper and size < geometry.WORD * 1024:
     return
-  cut = geometry.paper_blocks(size, 1024) if paper else geometry.even_blocks(size, n, 1024)
+  cut = geometry.paper_blocks(size, 1024) if paper else geometry.even_blocks(size, 1024)
   boundaries = partition.equal_boundaries(cut.num_blocks, n)
   np.testing.assert_array_equal(boundaries, oracle.initial_boundaries(cut.num_blocks, n))
   ranges = [geometry.element_range(cut, boundaries, jnp.int32(p)) for p in range(n)]
@@ -48,7 +48,7 @@ def test_the_original_tail_and_ours():
   paper = geometry.paper_blocks(65535, 1024)
   last = geometry.element_range(paper, partition.equal_boundaries(1024, 4), jnp.int32(3))
   assert (last[1] - last[0]) / 65535 > 0.6
-  even = geometry.even_blocks(65535, 4, 1024)
+  even = geometry.even_blocks(65535, 1024)
   last = geometry.element_range(even, partition.equal_boundaries(1024, 4), jnp.int32(3))
   assert abs((last[1] - last[0]) / 65535 - 1 / 4) < 0.01
 

@@ -27,6 +27,8 @@ def deft(
   capacity_factor: float | None = 2.0,
   residual_dtype: Any = jnp.float32,
   nonfinite: str = "skip",
+  dense_mask: Any = None,
+  max_consecutive_skips: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Mean gradient over the workers, at the largest entries of each layer.
 
@@ -53,7 +55,7 @@ def deft(
       exceeds it is thinned out evenly and waits. None: all picks are sent. Bins of equal cost do
       not hold equally many picks, hence more room than in `exdyna`.
     residual_dtype: dtype of the residual and of all sums, at least 16 bits.
-    nonfinite: ``"skip"`` or ``"propagate"``, as in `exdyna`.
+    nonfinite, dense_mask, max_consecutive_skips: as in `exdyna`.
 
   Returns:
     An ``optax.GradientTransformationExtraArgs`` with a `State`, as `exdyna`; its threshold is 0.
@@ -104,7 +106,9 @@ def deft(
 
     return Selection(hits.found, take, threshold=state.threshold, sums=len(pieces.sizes))
 
-  options = Options(num_workers, capacity_factor, residual_dtype, nonfinite)
+  options = Options(
+    num_workers, capacity_factor, residual_dtype, nonfinite, dense_mask, max_consecutive_skips
+  )
   return sparsifier(Algorithm(select), wanted, axis_name, options)
 
 

@@ -11,7 +11,7 @@ from .. import accumulator, checks, exclusive
 from ..accumulator import Accumulator
 from ..algorithm import Algorithm, Outcome, Selection
 from ..blocks import element_range
-from ..partition import RULES, by_partition, equal_boundaries, owned_partition
+from ..partition import RULES, by_partition, check_loads, equal_boundaries, owned_partition
 from ..state import State
 from ..threshold import Memory
 from ..transform import Options, sparsifier
@@ -37,6 +37,8 @@ def exdyna(
   capacity_factor: float | None = 1.25,
   residual_dtype: Any = jnp.float32,
   nonfinite: str = "skip",
+  dense_mask: Any = None,
+  max_consecutive_skips: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Mean gradient over the workers, at the few coordinates that matter now.
 
@@ -54,9 +56,9 @@ def exdyna(
   .. warning::
     Behind it, the optimizers of optax are at home. In front of it, nothing that has a state (adam,
     whose moments would differ between workers) or a norm of the global gradient; and neither
-    ``optax.masked`` (what it leaves out is never summed) nor ``optax.MultiSteps`` (which would send
-    every micro-step) around it. First-moment momentum behind a sparse update costs accuracy; see
-    the README for settings that do not.
+    ``optax.masked`` (what it leaves out is never summed: see ``dense_mask``) nor
+    ``optax.MultiSteps`` (which would send every micro-step) around it. First-moment momentum behind
+    a sparse update costs accuracy; see the README for settings that do not.
 
   Args:
     density: share of the N elements to send per step, in (0, 1]; ``k = max(1, int(density * N))``.
@@ -84,6 +86,11 @@ def exdyna(
     nonfinite: ``"skip"``: when any worker's gradients hold a NaN or Inf, all workers return a zero
       update, keep their state and count ``stats.skipped``; sums too large for their dtype stay at
       its largest number. ``"propagate"``: no check.
+    dense_mask: leaves to be averaged densely in the same step, by one more all-reduce: a tree of
+      bools like the parameters (or their upper part), or a function that makes one of the tree.
+      True: dense. N, k and the statistics but ``bytes_sent`` are those of the other leaves.
+    max_consecutive_skips: at least 1; when more steps in a row are skipped, the update is NaN, so
+      that nobody waits for a training that stands still. None: no limit.
 
   Returns:
     An ``optax.GradientTransformationExtraArgs``. Its updates have the gradients' dtypes and are
@@ -112,7 +119,7 @@ def exdyna(
   rule = RULES[partition]
 
   def init(size: int, n: int) -> tuple[jax.Array, jax.Array, _Memory]:
-    blocks = rule.cut(size, n, num_blocks)
+    blocks = rule.cut(size, num_blocks)
     first, rule_memory = exclusive.first(mode, size)
     memory = _Memory(rule_memory, rule.first(blocks))
     return first, equal_boundaries(blocks.num_blocks, n), memory
@@ -120,25 +127,23 @@ def exdyna(
   def select(acc: Accumulator, state: State, rank: jax.Array) -> Selection:
     size, n = accumulator.size(acc), state.boundaries.shape[0] - 1
     mine = owned_partition(state.step, rank, n)
-    start, end = element_range(rule.cut(size, n, num_blocks), state.boundaries, mine)
+    start, end = element_range(rule.cut(size, num_blocks), state.boundaries, mine)
     return exclusive.select(mode, acc, state, state.memory.threshold_rule, start, end)
 
   def observe(indices: jax.Array, size: int, n: int) -> jax.Array:
-    return rule.observe(indices, rule.cut(size, n, num_blocks))
+    return rule.observe(indices, rule.cut(size, num_blocks))
 
   def adapt(state: State, outcome: Outcome) -> tuple[jax.Array, jax.Array, _Memory]:
-    size, n = state.residual.shape[0], outcome.counts.shape[0]
+    size = state.residual.shape[0]
     follow, rule_memory = exclusive.follow(mode, state, state.memory.threshold_rule, outcome)
     counts, sent = (by_partition(x, state.step) for x in (outcome.counts, outcome.sent))
-    blocks, loads = rule.cut(size, n, num_blocks), state.memory.loads
-    if loads.shape != rule.first(blocks).shape:
-      raise ValueError(
-        f"the state was made for {loads.shape[0]} blocks, but num_blocks={num_blocks} makes"
-        f" {blocks.num_blocks}. Keep num_blocks, or make the state anew with init."
-      )
+    blocks, loads = rule.cut(size, num_blocks), state.memory.loads
+    check_loads(loads, blocks, num_blocks)
     boundaries, loads = rule.adapt(state.boundaries, loads, outcome.seen, counts, sent, blocks)
     return follow, boundaries, _Memory(rule_memory, loads)
 
   algorithm = Algorithm(select, init, observe, adapt)
-  options = Options(num_workers, capacity_factor, residual_dtype, nonfinite)
+  options = Options(
+    num_workers, capacity_factor, residual_dtype, nonfinite, dense_mask, max_consecutive_skips
+  )
   return sparsifier(algorithm, mode.density, axis_name, options)

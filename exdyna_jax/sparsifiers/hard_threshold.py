@@ -30,6 +30,8 @@ def hard_threshold(
   capacity_factor: float | None = 1.25,
   residual_dtype: Any = jnp.float32,
   nonfinite: str = "skip",
+  dense_mask: Any = None,
+  max_consecutive_skips: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Mean gradient over the workers, at all entries that reach a constant on one of them.
 
@@ -49,7 +51,7 @@ def hard_threshold(
     capacity_factor: each worker sends at most ``ceil(capacity_factor * k)`` indices; what exceeds
       it is thinned out evenly and waits. None: all picks are sent.
     residual_dtype: dtype of the residual and of all sums, at least 16 bits.
-    nonfinite: ``"skip"`` or ``"propagate"``, as in `exdyna`.
+    nonfinite, dense_mask, max_consecutive_skips: as in `exdyna`.
 
   Returns:
     An ``optax.GradientTransformationExtraArgs`` with a `State`, as `exdyna`.
@@ -92,5 +94,7 @@ def hard_threshold(
     return at(state.step + 1, state.residual.shape[0]), state.boundaries, ()
 
   algorithm = Algorithm(select, init, adapt=adapt, picks="overlapping")
-  options = Options(num_workers, capacity_factor, residual_dtype, nonfinite)
+  options = Options(
+    num_workers, capacity_factor, residual_dtype, nonfinite, dense_mask, max_consecutive_skips
+  )
   return sparsifier(algorithm, wanted, axis_name, options)

@@ -28,6 +28,8 @@ def micro(
   capacity_factor: float | None = 1.25,
   residual_dtype: Any = jnp.float32,
   nonfinite: str = "skip",
+  dense_mask: Any = None,
+  max_consecutive_skips: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Mean gradient over the workers, at large entries of partitions that stay equal.
 
@@ -44,7 +46,7 @@ def micro(
     capacity_factor: each worker sends at most ``ceil(capacity_factor * k / n)`` indices; what
       exceeds it is thinned out evenly and waits. None: all picks are sent.
     residual_dtype: dtype of the residual and of all sums, at least 16 bits.
-    nonfinite: ``"skip"`` or ``"propagate"``, as in `exdyna`.
+    nonfinite, dense_mask, max_consecutive_skips: as in `exdyna`.
 
   Returns:
     An ``optax.GradientTransformationExtraArgs`` with a `State`, as `exdyna`; its ``boundaries``
@@ -83,5 +85,7 @@ def micro(
     return follow, state.boundaries, memory
 
   algorithm = Algorithm(select, init, adapt=adapt)
-  options = Options(num_workers, capacity_factor, residual_dtype, nonfinite)
+  options = Options(
+    num_workers, capacity_factor, residual_dtype, nonfinite, dense_mask, max_consecutive_skips
+  )
   return sparsifier(algorithm, mode.density, axis_name, options)

@@ -25,6 +25,8 @@ def random_k(
   seed: int = 0,
   residual_dtype: Any = jnp.float32,
   nonfinite: str = "skip",
+  dense_mask: Any = None,
+  max_consecutive_skips: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Mean gradient over the workers, at k random entries.
 
@@ -39,7 +41,7 @@ def random_k(
     num_workers: their number n; None takes it from the mesh axis, where it is bound.
     seed: of the random numbers, an integer; default 0. The same on all workers.
     residual_dtype: dtype of the residual and of all sums, at least 16 bits.
-    nonfinite: ``"skip"`` or ``"propagate"``, as in `exdyna`.
+    nonfinite, dense_mask, max_consecutive_skips: as in `exdyna`.
 
   Returns:
     An ``optax.GradientTransformationExtraArgs`` with a `State`, as `exdyna`; its threshold is 0.
@@ -71,7 +73,7 @@ def random_k(
 
   algorithm = Algorithm(select, picks="common")
   # As many slots as there are picks: nothing is ever truncated.
-  options = Options(num_workers, 1.0, residual_dtype, nonfinite)
+  options = Options(num_workers, 1.0, residual_dtype, nonfinite, dense_mask, max_consecutive_skips)
   return sparsifier(algorithm, wanted, axis_name, options)
 
 

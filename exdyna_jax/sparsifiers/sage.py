@@ -13,7 +13,7 @@ from ..accumulator import Accumulator
 from ..algorithm import Algorithm, Outcome, Selection, no_partitions
 from ..density import parse_density, target_at
 from ..integers import as_bits, from_bits
-from ..state import State
+from ..state import PerWorker, State
 from ..threshold import HIGHEST, LOWEST, as_threshold, paper_initial
 from ..transform import Options, sparsifier
 from ..varying import AxisName
@@ -27,8 +27,8 @@ FAR_OFF, SMALLER, LARGER = 10, 0.95, 1.05
 class _Memory(NamedTuple):
   """What SAGE remembers of each worker."""
 
-  thresholds: jax.Array  # float32 [n], as used last
-  means: jax.Array  # float32 [n], of |acc| in the last sample that was not zero; 0 before
+  thresholds: PerWorker  # float32 [n], as used last
+  means: PerWorker  # float32 [n], of |acc| in the last sample that was not zero; 0 before
 
 
 def sage(
@@ -40,6 +40,8 @@ def sage(
   capacity_factor: float | None = 1.25,
   residual_dtype: Any = jnp.float32,
   nonfinite: str = "skip",
+  dense_mask: Any = None,
+  max_consecutive_skips: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Mean gradient over the workers, at the union of entries above each worker's own threshold.
 
@@ -64,7 +66,7 @@ def sage(
       max(1, int(d * N))``; what exceeds it is thinned out evenly and waits. None: all picks are
       sent.
     residual_dtype: dtype of the residual and of all sums, at least 16 bits.
-    nonfinite: ``"skip"`` or ``"propagate"``, as in `exdyna`.
+    nonfinite, dense_mask, max_consecutive_skips: as in `exdyna`.
 
   Returns:
     An ``optax.GradientTransformationExtraArgs`` with a `State`, as `exdyna`; its threshold is the
@@ -91,13 +93,13 @@ def sage(
 
   def init(size: int, n: int) -> tuple[jax.Array, jax.Array, _Memory]:
     first = as_threshold(paper_initial(target_at(wanted, jnp.int32(0), size)))
-    memory = _Memory(jnp.full((n,), first, jnp.float32), jnp.zeros((n,), jnp.float32))
-    return first, no_partitions(n), memory
+    thresholds, means = jnp.full((n,), first, jnp.float32), jnp.zeros((n,), jnp.float32)
+    return first, no_partitions(n), _Memory(PerWorker(thresholds), PerWorker(means))
 
   def select(acc: Accumulator, state: State, rank: jax.Array) -> Selection:
     size = accumulator.size(acc)
     start, end = jnp.int32(0), jnp.int32(size)
-    threshold, before = (x[rank] for x in state.memory)
+    threshold, before = (known.values[rank] for known in state.memory)
 
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), state.step), rank)
     samples = max(int(size / (1 + SAMPLE_RATE * size)), 1)
@@ -120,9 +122,11 @@ def sage(
     return Selection(hits.found, functools.partial(ranks.take, hits), threshold=None, signal=signal)
 
   def adapt(state: State, outcome: Outcome) -> tuple[jax.Array, jax.Array, _Memory]:
-    memory = _Memory(*from_bits(outcome.signals.T))
+    memory = _Memory(*map(PerWorker, from_bits(outcome.signals.T)))
     return outcome.threshold, state.boundaries, memory
 
   algorithm = Algorithm(select, init, adapt=adapt, picks="overlapping")
-  options = Options(num_workers, capacity_factor, residual_dtype, nonfinite)
+  options = Options(
+    num_workers, capacity_factor, residual_dtype, nonfinite, dense_mask, max_consecutive_skips
+  )
   return sparsifier(algorithm, wanted, axis_name, options)

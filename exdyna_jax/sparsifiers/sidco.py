@@ -43,6 +43,8 @@ def sidco(
   capacity_factor: float | None = 1.25,
   residual_dtype: Any = jnp.float32,
   nonfinite: str = "skip",
+  dense_mask: Any = None,
+  max_consecutive_skips: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Mean gradient over the workers, at the union of the entries in each worker's fitted tail.
 
@@ -70,7 +72,7 @@ def sidco(
       max(1, int(d * N))``; what exceeds it is thinned out evenly and waits. None: all picks are
       sent.
     residual_dtype: dtype of the residual and of all sums, at least 16 bits.
-    nonfinite: ``"skip"`` or ``"propagate"``, as in `exdyna`.
+    nonfinite, dense_mask, max_consecutive_skips: as in `exdyna`.
 
   Returns:
     An ``optax.GradientTransformationExtraArgs`` with a `State`, as `exdyna`; its threshold is the
@@ -131,5 +133,7 @@ def sidco(
     return new[0], state.boundaries, new[1]
 
   algorithm = Algorithm(select, init, adapt=adapt, picks="overlapping")
-  options = Options(num_workers, capacity_factor, residual_dtype, nonfinite)
+  options = Options(
+    num_workers, capacity_factor, residual_dtype, nonfinite, dense_mask, max_consecutive_skips
+  )
   return sparsifier(algorithm, wanted, axis_name, options)

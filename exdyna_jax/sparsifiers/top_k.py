@@ -24,6 +24,8 @@ def top_k(
   num_workers: int | None = None,
   residual_dtype: Any = jnp.float32,
   nonfinite: str = "skip",
+  dense_mask: Any = None,
+  max_consecutive_skips: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Mean gradient over the workers, at the k largest entries of each of them.
 
@@ -37,7 +39,7 @@ def top_k(
     axis_name: mesh axis over which the batch is split, or a tuple of axes.
     num_workers: their number n; None takes it from the mesh axis, where it is bound.
     residual_dtype: dtype of the residual and of all sums, at least 16 bits.
-    nonfinite: ``"skip"`` or ``"propagate"``, as in `exdyna`.
+    nonfinite, dense_mask, max_consecutive_skips: as in `exdyna`.
 
   Returns:
     An ``optax.GradientTransformationExtraArgs`` with a `State`, as `exdyna`; its threshold is 0.
@@ -67,5 +69,5 @@ def top_k(
 
   algorithm = Algorithm(select, picks="overlapping")
   # As many slots as there are picks: nothing is ever truncated.
-  options = Options(num_workers, 1.0, residual_dtype, nonfinite)
+  options = Options(num_workers, 1.0, residual_dtype, nonfinite, dense_mask, max_consecutive_skips)
   return sparsifier(algorithm, wanted, axis_name, options)
