@@ -84,6 +84,18 @@ def draw_density(rng):
   return (lambda step: jnp.where(step < until, first, last)), made_of
 
 
+def draw_mask(rng, params):
+  """A dense mask in one of the forms that it may have, and its flags; None if nothing is sparse."""
+  flags = [bool(rng.random() < 0.3) for _ in jax.tree.leaves(params)]
+  upper = {"a": flags[0] if flags else False, "b": False, "c": bool(rng.random() < 0.3)}
+  tree = jax.tree.unflatten(jax.tree.structure(params), flags)
+  mask = pick(rng, tree, upper, lambda _: tree)
+  flags = jax.tree.leaves(jax.tree.broadcast(upper if mask is upper else tree, params))
+  sizes = [x.size * jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(params)]
+  sparse = sum(size for size, dense in zip(sizes, flags, strict=True) if not dense)
+  return (mask, tuple(flags)) if sparse else None
+
+
 def draw_options(rng, name, params):
   """Keyword arguments of the transformation."""
   if name == "dense":
@@ -92,6 +104,8 @@ def draw_options(rng, name, params):
     "residual_dtype": pick(rng, jnp.float32, jnp.float32, jnp.bfloat16, jnp.float16),
     "nonfinite": pick(rng, "skip", "skip", "propagate"),
   }
+  if options["nonfinite"] == "skip":
+    options["max_consecutive_skips"] = pick(rng, None, 1, 2)
   if name in TRUNCATED:
     options["capacity_factor"] = pick(rng, None, 0.2, 0.9, 1.0, 1.25, 3.0, 100.0)
   if name in ONLINE:
@@ -119,8 +133,10 @@ def prepare(seed):
   options = draw_options(rng, name, params)
   if "threshold" in options and name == "hard_threshold" and rng.random() < 0.3:
     density, schedule = None, None
-  mask = (False,) * len(jax.tree.leaves(params))
-  structure = Structure(name, n, params, density, schedule, options, mask)
+  flags = (False,) * len(jax.tree.leaves(params))
+  if name != "dense" and rng.random() < 0.3 and (drawn := draw_mask(rng, params)):
+    options["dense_mask"], flags = drawn
+  structure = Structure(name, n, params, density, schedule, options, flags)
   tx = FAMILY[name](density, w.AXIS, num_workers=n, **options)
   compiled = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
   init = compiled(jax.vmap(lambda _: tx.init(params), axis_name=w.AXIS))
@@ -128,11 +144,11 @@ def prepare(seed):
   return structure, jax.tree.map(np.asarray, init(np.arange(n))), compiled(step)
 
 
-def draw_gradients(rng, structure, scale):
+def draw_gradients(rng, structure, scale, share_bad):
   """Gradients of one step: usually of heavy tails, often something that is rarely thought of."""
   n, leaves = structure.n, jax.tree.leaves(structure.params)
-  kinds = ("tails",) * 6 + ("zeros", "ties", "one worker", "few", "huge", "tiny", "denormal", "bad")
-  kind = pick(rng, *kinds)
+  kinds = ("tails",) * 6 + ("zeros", "ties", "one worker", "few", "huge", "tiny", "denormal")
+  kind = "bad" if rng.random() < share_bad else pick(rng, *kinds)
   values = [
     rng.standard_normal((n, *x.shape)) ** 3 * 10 ** rng.uniform(-2, 2) * scale for x in leaves
   ]
@@ -171,10 +187,10 @@ def run(seed):
     # As initial_threshold does it: known, so that no search is due.
     first = np.full_like(state.threshold, 10 ** rng.uniform(-3, 3))
     state = optax.tree_utils.tree_set(state, threshold=first, lost=np.zeros((n,), bool))
-  scale = 10 ** rng.uniform(-3, 3)
+  scale, share_bad = 10 ** rng.uniform(-3, 3), pick(rng, 0.0, 0.1, 0.1, 0.6)
   workers = w.Workers(n, "vmap", None, step)
   for _ in range(STEPS):
-    grads = draw_gradients(rng, structure, scale)
+    grads = draw_gradients(rng, structure, scale, share_bad)
     updates, after = step(state, grads)
     updates, after = jax.tree.map(np.asarray, (updates, after))
     fuzz_checks.check_step(structure, workers, state, grads, updates, after)

@@ -92,9 +92,12 @@ def check_means(values, update, *, saturated):
 
 
 def check_skipped(structure, before, old, after, got, update):
-  """Nothing but the statistics changes."""
+  """Nothing but the statistics changes; too many such steps in a row return NaN."""
   jax.tree.map(np.testing.assert_array_equal, before._replace(stats=()), after._replace(stats=()))
-  assert all(not x.any() for x in update)
+  skips, most = old.stats.consecutive_skips + 1, structure.options["max_consecutive_skips"]
+  assert got.stats.consecutive_skips == skips
+  stopped = most is not None and skips > most
+  assert all(np.isnan(x).all() if stopped else not x.any() for x in update)
   stats = got.stats
   assert stats.skipped == old.stats.skipped + 1 and stats.selected == stats.overflow == 0
   assert not stats.counts.any() and stats.padding_ratio == 1 and stats.density == 0
@@ -144,7 +147,8 @@ def check_stats(structure, size, old, got, sent, counts, sent_counts):
   assert stats.overflow == total - sent_counts.sum() or name in COMMON
   limit = expect.allowed_of(structure, size, t)
   assert limit is None or stats.selected <= limit * (1 if name in COMMON else n), "capacity"
-  assert stats.skipped == old.stats.skipped and got.step == old.step + 1
+  assert stats.skipped == old.stats.skipped and stats.consecutive_skips == 0
+  assert got.step == old.step + 1
   np.testing.assert_allclose(stats.density, stats.selected / size, rtol=1e-6)
   padding = n * counts.max() / total if total else 1.0
   np.testing.assert_allclose(stats.padding_ratio, padding, rtol=1e-6)

@@ -98,7 +98,8 @@ def picks_of(structure, acc, old, got):
   if name == "hard_threshold":
     return family_oracle.hard_threshold(t, m, old.threshold)
   if name == "sage":
-    return [np.flatnonzero(m[r] >= np.float32(got.memory.thresholds[r])) for r in range(n)]
+    thresholds = got.memory.thresholds.values.astype(np.float32)
+    return [np.flatnonzero(m[r] >= thresholds[r]) for r in range(n)]
   if name == "sidco":  # whatever the thresholds are, it is the largest that reach them
     return [largest(m[r], int(got.stats.counts[r])) for r in range(n)]
   return None
@@ -114,7 +115,7 @@ def largest(row, count):
 
 def blocks_of(structure, size):
   cut = oracle.geometry if structure.options["partition"] == "paper" else oracle.even_blocks
-  return cut(size, structure.n, structure.options["num_blocks"])
+  return cut(size, structure.options["num_blocks"])
 
 
 def edges_of(structure, size, old):
