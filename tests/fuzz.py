@@ -27,7 +27,7 @@ RUNS_PER_STRUCTURE = 4
 RUNS_PER_REPORT = 100
 STEPS = 8
 
-# Compilation is what a run costs. These halve it; what is compiled stays the same.
+# Compilation is what a run costs, not the few steps. These halve it.
 COMPILER_OPTIONS = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 
 NAMES = tuple(FAMILY)
