@@ -99,8 +99,8 @@ def check_state(state: Any, size: int, num_workers: int) -> None:
   if made_for != num_workers:
     raise ValueError(
       f"the state was made for {made_for} workers, but the mesh axis has {num_workers}. Outside of"
-      f" the mapped function, exdyna_jax.reshard_state(opt_state, {num_workers}) turns it. Or make it"
-      f" anew with init, with num_workers={num_workers} if that is given."
+      f" the mapped function, exdyna_jax.reshard_state(opt_state, {num_workers}) turns it; or make"
+      f" it anew with init, with num_workers={num_workers} if that is given."
     )
   shape = state.residual.shape
   if shape == (size,):
