@@ -19,7 +19,7 @@ SOURCES := $(shell find exdyna_jax ! -name '*.pyc' ! -name __pycache__)
 .DEFAULT_GOAL := help
 # Two installations at once would disturb each other, whatever -j says.
 .NOTPARALLEL:
-.PHONY: help demo compare test lint format types clean same-python aot-tpu aot-cuda
+.PHONY: help demo compare test fuzz soak lint format types clean same-python aot-tpu aot-cuda
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##  */\1	/p' Makefile
@@ -34,6 +34,12 @@ compare: $(VENV)/.wheel $(VENV)/.examples  ## compare the sparsifiers: balance, 
 # is the wheel.
 test: $(VENV)/.wheel $(VENV)/.examples $(VENV)/.test  ## run all tests and doctests on the wheel
 	$(VENV)/bin/python -P -m pytest -n $(JOBS) tests --pyargs exdyna_jax $(ARGS)
+
+fuzz: $(VENV)/.wheel $(VENV)/.test  ## check 2,000 random configurations, step by step (nightly)
+	$(VENV)/bin/python tests/fuzz.py $(ARGS)
+
+soak: $(VENV)/.wheel  ## 20,000 steps on 8 CPU devices: memory, compilations, density, agreement
+	$(VENV)/bin/python benchmarks/soak.py $(ARGS)
 
 lint: $(VENV)/.dev  ## check rules and formatting
 	$(VENV)/bin/ruff check .
