@@ -66,7 +66,7 @@ def alone(n, rank=None):
       return jnp.tile(jax.lax.optimization_barrier(x), n)
 
     patch("exchange", "all_gather", several)
-    for where in ("exchange", "exclusive"):
+    for where in ("values", "exclusive"):
       patch(where, "psum", lambda x, axis_name: x * n)
     for where in ("sparsifiers.clt_k", "sparsifiers.deft"):  # sums to which one worker contributes
       patch(where, "psum", lambda x, axis_name: x)

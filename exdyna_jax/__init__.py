@@ -44,10 +44,11 @@ from .sparsifiers.random_k import random_k as random_k
 from .sparsifiers.sage import sage as sage
 from .sparsifiers.sidco import sidco as sidco
 from .sparsifiers.top_k import top_k as top_k
+from .specs import get_stats as get_stats
+from .specs import state_specs as state_specs
 from .state import State as State
 from .state import Stats as Stats
-from .state import get_stats as get_stats
-from .state import state_specs as state_specs
+from .values import Link as Link
 from .varying import local_params as local_params
 
 __version__ = _version("exdyna_jax")

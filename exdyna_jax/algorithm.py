@@ -24,7 +24,9 @@ class Selection(NamedTuple):
   threshold: jax.Array | None
   # int32 [m], the algorithm's own numbers, for `Algorithm.adapt`
   signal: jax.Array | np.ndarray = NO_SIGNAL
-  sums: int = 0  # how many numbers were summed over the workers in order to select
+  sums: int = 0  # Whether `take` returns ascending indices, as messages have them.
+  ascending: bool = True
+  # how many numbers were summed over the workers in order to select
 
 
 class Outcome(NamedTuple):
@@ -69,5 +71,7 @@ class Algorithm(NamedTuple):
   # "overlapping": workers pick about k each and may pick the same.
   # "common": `take` returns the same on all workers, so that indices need not be gathered.
   picks: Literal["exclusive", "overlapping", "common"] = "exclusive"
+  # Whether `take` returns ascending indices, as messages have them.
+  ascending: bool = True
   # how many numbers `take` sums over the workers for each slot
   sums_per_slot: int = 0

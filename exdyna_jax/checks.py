@@ -1,17 +1,35 @@
 """Checks of the user's arguments: errors name the value and the cure, before anything runs."""
 
+import functools
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+# What an int32 holds, and what a random seed has room for.
+LARGEST = 2**31 - 1
+SEEDS = (-(2**31), 2**32 - 1)
+
+
+def default_promotion(function: Callable[..., Any]) -> Callable[..., Any]:
+  """``function`` under JAX's own promotion rules: stricter ones are for the user's code."""
+
+  @functools.wraps(function)
+  def promoting(*args, **kwargs):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+      return function(*args, **kwargs)
+
+  return promoting
 
 
 def _check_static(name: str, value: Any, wanted: str) -> None:
-  if isinstance(value, jax.Array):
+  if isinstance(value, (jax.Array, np.ndarray)):
     raise TypeError(
-      f"{name} must be {wanted}, not an array, since array shapes follow from it; got {value!r}."
+      f"{name} must be {wanted}, not an array, for it decides what is compiled; got {value!r}."
       " Under optax.inject_hyperparams, name all numbers and dtypes of this transformation in"
       f" static_args, {name} among them, or wrap only the optimizer behind it."
     )
@@ -25,23 +43,32 @@ def check_type(name: str, value: Any, kind: type, wanted: str) -> None:
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...], hint: str = "") -> None:
-  """Raises ValueError unless ``value`` is one of ``choices``."""
+  """Raises unless ``value`` is one of ``choices``."""
+  wanted = f"one of {', '.join(map(repr, choices))}"
+  _check_static(name, value, wanted)
   if value not in choices:
-    raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.{hint}")
+    raise ValueError(f"{name} must be {wanted}, got {value!r}.{hint}")
 
 
-def check_integer(name: str, value: Any) -> int:
-  """``value`` as an int; raises unless it is an integer."""
+def check_integer(name: str, value: Any, least: int, most: int) -> int:
+  """``value`` as an int; raises unless it is an integer in ``[least, most]``."""
   check_type(name, value, numbers.Integral, "an integer")
+  if value < least:
+    raise ValueError(f"{name} must be at least {least}, got {value!r}.")
+  if value > most:
+    raise ValueError(f"{name} must be at most {most}, got {value!r}.")
   return int(value)
 
 
 def check_count(name: str, value: Any) -> int:
-  """``value`` as an int; raises unless it is an integer of at least 1."""
-  count = check_integer(name, value)
-  if count < 1:
-    raise ValueError(f"{name} must be at least 1, got {value!r}.")
-  return count
+  """``value`` as an int; raises unless it is an integer of at least 1, within an int32."""
+  return check_integer(name, value, 1, LARGEST)
+
+
+def check_seed(name: str, value: Any) -> int:
+  """``value`` as an int; raises unless it is an integer of 32 bits."""
+  # JAX drops the other bits of larger ones in silence.
+  return check_integer(name, value, *SEEDS)
 
 
 def check_positive(name: str, value: Any, otherwise: str) -> float | None:
@@ -49,15 +76,33 @@ def check_positive(name: str, value: Any, otherwise: str) -> float | None:
   if value is None:
     return None
   check_type(name, value, numbers.Real, f"a Python number or None ({otherwise})")
-  if not 0 < float(value) < math.inf:
-    raise ValueError(f"{name} must be positive and finite, or None ({otherwise}), got {value!r}.")
-  return float(value)
+  number = as_float(value)
+  if not 0 < number < math.inf:
+    raise ValueError(f"{name} must be positive and finite, or None ({otherwise}), got {number!r}.")
+  return number
+
+
+def as_float(value: Any) -> float:
+  """``value`` as a float; an integer that is too large for one becomes infinite."""
+  try:
+    return float(value)
+  except OverflowError:
+    return math.copysign(math.inf, value > 0 or -1)
 
 
 def check_float_dtype(name: str, dtype: Any) -> Any:
   """``dtype`` as JAX will have it; raises TypeError unless it is a float of 16 bits or more."""
   wanted = "a floating-point dtype of at least 16 bits"
   _check_static(name, dtype, wanted)
-  if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 16:
-    raise TypeError(f"{name} must be {wanted}, got {dtype!r}.")
+  if not _is_wide_float(dtype):
+    raise TypeError(f"{name} must be {wanted}, such as jnp.float32, got {dtype!r}.")
   return jax.dtypes.canonicalize_dtype(dtype)
+
+
+def _is_wide_float(dtype: Any) -> bool:
+  if dtype is None:  # float64 to NumPy
+    return False
+  try:
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
+  except (TypeError, ValueError):  # no dtype at all
+    return False

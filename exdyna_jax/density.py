@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .checks import check_type
+from .checks import as_float, check_type
 
 # A schedule's range decides array shapes, so it is looked at before training, at these steps.
 PROBED_STEPS = (0, *(2**power for power in range(31)))
@@ -29,19 +29,32 @@ class Density(NamedTuple):
 def parse_density(density: Any) -> Density:
   """Checks a density or a schedule; raises TypeError or ValueError with the value and the cure."""
   if not callable(density):
-    check_type("density", density, numbers.Real, "a Python number in (0, 1] or a schedule")
+    wanted = "a Python number in (0, 1], such as 0.001 for 0.1%, or a schedule"
+    check_type("density", density, numbers.Real, wanted)
     value = _check_range(density, "")
     return Density(None, value, value)
   # Not traced, even where the transformation is made inside of a jitted function.
   with jax.ensure_compile_time_eval():
-    values = [_check_range(density(jnp.int32(t)), f" at step {t}") for t in PROBED_STEPS]
+    values = [_check_range(_call(density, t), f" at step {t}") for t in PROBED_STEPS]
   return Density(density, min(values), max(values))
 
 
+def _call(density: Callable[[jax.Array], Any], step: int) -> Any:
+  try:
+    return density(jnp.int32(step))
+  except TypeError as error:
+    raise TypeError(
+      f"density is called with the number of steps taken, and raises here: {error}. Pass what makes"
+      " a number of it, such as optax.exponential_decay(0.25, 1000, 0.004), not"
+      " optax.exponential_decay."
+    ) from error
+
+
 def _check_range(density: Any, where: str) -> float:
-  if jnp.ndim(density):
-    raise TypeError(f"density must be a scalar, got shape {jnp.shape(density)}{where}.")
-  value = float(density)
+  if density is None or jnp.ndim(density):
+    found = "None" if density is None else f"shape {jnp.shape(density)}"
+    raise TypeError(f"density must be a scalar, got {found}{where}.")
+  value = as_float(density)
   if not 0 < value <= 1:
     raise ValueError(
       f"density must be in (0, 1], got {value:g}{where}. 0.001 sends 0.1% of the gradient."

@@ -18,7 +18,9 @@ from jax import lax
 
 from .density import Density, target_at, target_count
 from .flat import MAX_SIZE
-from .varying import AxisName, all_gather, psum
+from .packing import decode, encode, encoded_length
+from .values import Wire, sent_bytes
+from .varying import AxisName, all_gather
 
 ITEM_BYTES = 4  # header entries and indices
 HEADER = 2  # this worker's count, and whether its accumulator is finite
@@ -104,14 +106,22 @@ def gather_first(
 ) -> Agreed:
   """Gathers header and indices of all workers in one message; no indices if they are ``common``."""
   header = jnp.stack([count, finite.astype(jnp.int32)])
-  message = jnp.concatenate([header, signal] if common else [header, signal, indices])
-  rows = gather_rows(message, axis_name)
+  message = [header, signal] if common else [header, signal, encode(indices, size)]
+  rows = gather_rows(jnp.concatenate(message), axis_name)
   header, signals, gathered = jnp.split(rows, [HEADER, HEADER + signal.shape[0]], axis=1)
   # The barrier keeps XLA from asking again for each element that depends on it.
   finite = lax.optimization_barrier(jnp.all(header[:, 1] > 0))
   counts = jnp.where(finite, header[:, 0], 0)
-  indices = jnp.where(finite, indices if common else gathered.reshape(-1), size)
+  if not common:
+    indices = decode(gathered, indices.shape[0], size).reshape(-1)
+  indices = jnp.where(finite, indices, size)
   return Agreed(counts, finite, signals, indices)
+
+
+def gather_indices(indices: jax.Array, size: int, axis_name: AxisName) -> jax.Array:
+  """Ascending ``indices [m]`` of every worker, ``[n * m]``, the same on all of them."""
+  rows = gather_rows(encode(indices, size), axis_name)
+  return decode(rows, indices.shape[0], size).reshape(-1)
 
 
 def gather_rows(message: jax.Array, axis_name: AxisName) -> jax.Array:
@@ -124,13 +134,6 @@ def gather_rows(message: jax.Array, axis_name: AxisName) -> jax.Array:
 def padded_length(items: int) -> int:
   """The length with which a message of so many ``items`` is sent."""
   return items if items < SHORT else -(-items // LANES) * LANES
-
-
-def mean_at(acc: jax.Array, indices: jax.Array, axis_name: AxisName, num_workers: int) -> jax.Array:
-  """Mean over the workers of ``acc`` at the agreed ``indices``; 0 for empty slots."""
-  wide = jnp.promote_types(acc.dtype, jnp.float32)
-  values = acc.at[indices].get(mode="fill", fill_value=0).astype(wide)
-  return psum(values, axis_name) / num_workers
 
 
 def send_rest(
@@ -177,13 +180,20 @@ def send_rest(
 
 
 def message_bytes(
-  num_workers: int, slots: int, value_bytes: int, *, header: int = 0, common: bool = False
+  num_workers: int,
+  slots: int,
+  size: int,
+  wire: Wire,
+  item_bytes: int,
+  *,
+  header: int = 0,
+  common: bool = False,
 ) -> float:
   """Bytes that each worker sends for a header, indices unless ``common``, and sums of values."""
   n = num_workers
-  items = header + (0 if common else slots)
+  items = header + (0 if common else encoded_length(slots, size))
   gather = all_gather_bytes(n, padded_length(items))
-  return gather + all_reduce_bytes(n, slots if common else n * slots, value_bytes)
+  return gather + sent_bytes(wire, n, slots if common else n * slots, item_bytes)
 
 
 def all_gather_bytes(num_workers: int, items: int, item_bytes: int = ITEM_BYTES) -> float:

@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from . import flat
+
 
 def split(tree: Any, dense_mask: Any) -> tuple[Any, Any]:
   """``tree`` without the dense leaves, and with these only: None stands for what is left out.
@@ -51,3 +53,14 @@ def merge(sparse: Any, dense: Any) -> Any:
   return jax.tree.map(
     lambda one, other: other if one is None else one, sparse, dense, is_leaf=lambda x: x is None
   )
+
+
+def sparse_size(parts: tuple[Any, Any]) -> int:
+  """Elements of the sparse leaves that `split` returns; ValueError if only dense ones have any."""
+  sparse, dense = (flat.flat_size(tree) for tree in parts)
+  if dense and not sparse:
+    raise ValueError(
+      "dense_mask leaves no element to be sent sparsely. For a dense mean of all leaves, use"
+      " exdyna_jax.dense(axis_name)."
+    )
+  return sparse

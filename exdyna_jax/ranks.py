@@ -53,8 +53,10 @@ def rank_of(ranks: Ranks) -> jax.Array:
     whole, part = lax.optimization_barrier((excess // allowed, excess % allowed))
     return slots + slots * whole + mul_div(slots, part, allowed, phase)
 
-  # Both branches vary over the mesh as `excess` does.
-  rank = lax.cond(excess > 0, stride, lambda slots, excess: slots + 0 * excess, slots, excess)
+  def all_of_them(slots, excess):
+    return slots + 0 * (excess + phase)  # varies over the mesh as the other branch does
+
+  rank = lax.cond(excess > 0, stride, all_of_them, slots, excess)
   return jnp.where((slots >= 0) & (slots < jnp.minimum(count, allowed)), rank, count)
 
 

@@ -52,8 +52,8 @@ def reshard_state(tree: Any, num_workers: int) -> Any:
   if not any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state))):
     raise ValueError(
       f"reshard_state found no state of a sparsifier in a {type(tree).__name__}. Pass the optimizer"
-      " state that holds it. After a checkpoint, put the leaves back first:"
-      " jax.tree.unflatten(jax.tree.structure(jax.eval_shape(tx.init, params)), leaves)."
+      " state that holds it. A checkpoint that was restored as dicts has lost its types: restore it"
+      " into the structure of init, target = jax.eval_shape(tx.init, params)."
     )
 
   def reshard(node):

@@ -1,14 +1,14 @@
-"""The state of a sparsifier, its statistics, and how they lie on a mesh."""
+"""The state of a sparsifier and its statistics; checks of what a user hands back."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from .threshold import as_threshold
-from .varying import AxisName, axis_tuple, check_axis_name
+from .varying import AxisName, local_params, placement
 
 
 class Stats(NamedTuple):
@@ -87,13 +87,35 @@ def empty_stats(num_workers: int) -> Stats:
   )
 
 
-def check_state(state: Any, size: int, num_workers: int) -> None:
-  """Raises unless ``state`` is ours and was made for ``size`` elements on ``num_workers``."""
+def empty_residual(
+  axis_name: AxisName, size: int, num_workers: int, bound: bool, dtype: Any
+) -> jax.Array:
+  """Zeros: ``[size]`` of this worker inside of the mapped function, of all workers outside."""
+  if size == 0:  # not sharded, see `state_specs`
+    return jnp.zeros((0,), dtype)
+  if bound:
+    return local_params(jnp.zeros((size,), dtype), axis_name)
+  return jnp.zeros((num_workers * size,), dtype, out_sharding=placement(axis_name, num_workers))
+
+
+def check_state(state: Any, size: int, num_workers: int, residual_dtype: Any) -> None:
+  """Raises unless ``state`` is ours and was made for these elements, workers and dtype."""
   if not isinstance(state, State):
+    cure = (
+      "In an optax.chain, pass the state of the whole chain to the update of the whole chain. If"
+      " the leaves were saved alone, put them back:"
+      " jax.tree.unflatten(jax.tree.structure(tx.init(params)), leaves)."
+    )
+    if has_fields(state):
+      # Not by its leaves: those of a mapping are sorted by name, those of the State are not.
+      cure = (
+        "It holds the fields of one, so a checkpoint or a library has lost the types: restore into"
+        " the structure of init, target = jax.eval_shape(tx.init, params); in Orbax:"
+        " ocp.StandardCheckpointer().restore(path, target)."
+      )
     raise TypeError(
-      f"update needs the State that init returned, got {type(state).__name__}. In an optax.chain,"
-      " pass the state of the whole chain to the update of the whole chain. After a checkpoint, put"
-      " the leaves back: jax.tree.unflatten(jax.tree.structure(tx.init(params)), leaves)."
+      f"update needs the State that init returned, got {type(state).__name__}. The gradients come"
+      f" first: update(gradients, state). {cure}"
     )
   made_for = state.boundaries.shape[0] - 1
   if made_for != num_workers:
@@ -102,15 +124,28 @@ def check_state(state: Any, size: int, num_workers: int) -> None:
       f" the mapped function, exdyna_jax.reshard_state(opt_state, {num_workers}) turns it; or make"
       f" it anew with init, with num_workers={num_workers} if that is given."
     )
-  shape = state.residual.shape
+  shape, dtype = state.residual.shape, state.residual.dtype
+  if dtype != residual_dtype:
+    raise ValueError(
+      f"residual is of {dtype}, but residual_dtype={residual_dtype}. Restore the state in the"
+      " dtypes in which it was saved, and keep residual_dtype."
+    )
   if shape == (size,):
     return
-  cure = "The state belongs to another model: make it anew with init for these parameters."
+  cure = (
+    "The state belongs to another model, or these are not the gradients of the parameters that init"
+    " has seen: make it anew with init for these parameters."
+  )
   if shape == (num_workers * size,):
     cure = (
       "It holds the residuals of all workers: split it over the mesh axis, with"
       " in_specs=exdyna_jax.state_specs(opt_state, axis_name). Under pmap or vmap, call init inside"
       " of the mapped function."
+    )
+  elif num_workers * math.prod(shape) == size:
+    cure = (
+      "It is the residual of one worker, split over all of them: return the state with"
+      " out_specs=exdyna_jax.state_specs(opt_state, axis_name) too."
     )
   raise ValueError(f"residual has shape {shape}, but the gradients need ({size},). {cure}")
 
@@ -131,66 +166,7 @@ def is_state(node: Any) -> bool:
   return isinstance(node, State)
 
 
-def state_specs(tree: Any, axis_name: AxisName) -> Any:
-  """PartitionSpecs for a tree that holds a sparsifier's state somewhere.
-
-  ``residual -> PartitionSpec(axis_name)``, every other array ``-> PartitionSpec()``. For
-  ``in_specs`` and ``out_specs`` of ``jax.shard_map``, and for NamedShardings.
-
-  Args:
-    tree: an optax state, a TrainState or any pytree around them; arrays or abstract values, as
-      from ``jax.eval_shape(tx.init, params)``.
-    axis_name: the mesh axis of the workers, or a tuple of names.
-
-  Returns:
-    A tree of the same structure with a PartitionSpec for every array.
-
-  Raises:
-    TypeError: ``axis_name`` is not a name or a tuple of names.
-
-  Example:
-    >>> import jax, jax.numpy as jnp, optax
-    >>> from exdyna_jax import exdyna
-    >>> tx = optax.chain(exdyna(1e-3, "data", num_workers=8), optax.sgd(0.1))
-    >>> specs = state_specs(jax.eval_shape(tx.init, {"w": jnp.zeros(1000)}), "data")
-    >>> specs[0].residual == PartitionSpec("data"), specs[0].threshold == PartitionSpec()
-    (True, True)
-  """
-  check_axis_name(axis_name)
-  axes = axis_tuple(axis_name)
-  sharded = PartitionSpec(axes[0] if len(axes) == 1 else axes)
-
-  def specs(node):
-    replicated = jax.tree.map(lambda _: PartitionSpec(), node)
-    return replicated._replace(residual=sharded) if is_state(node) else replicated
-
-  return jax.tree.map(specs, tree, is_leaf=is_state)
-
-
-def get_stats(tree: Any) -> Stats:
-  """The statistics of the last step.
-
-  Args:
-    tree: a tree that holds exactly one sparsifier's state, such as the state of an
-      ``optax.chain``.
-
-  Returns:
-    `Stats`, a NamedTuple of arrays: ready for a metrics dict, also under ``jax.jit``.
-
-  Raises:
-    ValueError: the tree holds no state of a sparsifier, or several.
-
-  Example:
-    >>> import jax.numpy as jnp, optax
-    >>> from exdyna_jax import exdyna
-    >>> tx = optax.chain(exdyna(1e-3, "data", num_workers=8), optax.sgd(0.1))
-    >>> int(get_stats(tx.init({"w": jnp.zeros(1000)})).skipped)
-    0
-  """
-  states = [s for s in jax.tree.leaves(tree, is_leaf=is_state) if is_state(s)]
-  if len(states) != 1:
-    raise ValueError(
-      f"get_stats found {len(states)} sparsifier states in a {type(tree).__name__}, and needs"
-      " exactly one. Pass the optimizer state that holds it, or the part of it you mean."
-    )
-  return states[0].stats
+def has_fields(node: Any) -> bool:
+  """True for the state of a sparsifier, also if it has become a mapping of its fields."""
+  # flax.nnx and checkpoints store a tree by its paths, and return a mapping in place of our State.
+  return is_state(node) or (isinstance(node, Mapping) and set(node) == set(State._fields))

@@ -103,12 +103,13 @@ def paper_scaled(threshold: jax.Array, selected: jax.Array, k: int | jax.Array) 
   return jnp.clip(threshold * factor.astype(threshold.dtype), LOWEST, HIGHEST)
 
 
-def search(total: Count, k: int | jax.Array) -> jax.Array:
+def search(total: Count, k: int | jax.Array, like: float | jax.Array = 0.0) -> jax.Array:
   """The largest threshold that at least ``k`` elements reach, whatever their distribution.
 
   Args:
     total: levels float32 ``[m]`` -> int32 ``[m]``, how many elements of all workers reach each.
     k: how many are wanted.
+    like: a scalar that varies over the mesh as the counts do.
 
   Returns:
     The threshold. With fewer than ``k`` elements of a normal float32 magnitude it is the lowest,
@@ -124,7 +125,8 @@ def search(total: Count, k: int | jax.Array) -> jax.Array:
     return bits + (jnp.sum(reached, dtype=jnp.int32) << shift)
 
   # What is left of the last bits must not make a NaN of the largest number.
-  bits = jnp.minimum(jax.lax.fori_loop(0, SEARCH_ROUNDS, narrow, jnp.int32(0)), largest)
+  bits = jax.lax.fori_loop(0, SEARCH_ROUNDS, narrow, jnp.zeros_like(like, jnp.int32))
+  bits = jnp.minimum(bits, largest)
   return as_threshold(jnp.maximum(jax.lax.bitcast_convert_type(bits, jnp.float32), LOWEST))
 
 
@@ -209,7 +211,7 @@ def _paper_adapt(used, memory, selected, ladder, k, next_k):
 
 
 def _secant_use(threshold, memory, total, k):
-  return jax.lax.cond(memory.lost, lambda: search(total, k), lambda: threshold)
+  return jax.lax.cond(memory.lost, lambda: search(total, k, threshold), lambda: threshold)
 
 
 def _secant_adapt(used, memory, selected, ladder, k, next_k):
@@ -236,7 +238,7 @@ def _in_step_use(threshold, memory, total, k):
   all_of_them = _takes_all(threshold, counts, k)
   near = jnp.where(all_of_them, threshold, near)
   known = (on_ladder & ~memory.lost) | all_of_them
-  return jax.lax.cond(known, lambda: near, lambda: search(total, k))
+  return jax.lax.cond(known, lambda: near, lambda: search(total, k, threshold))
 
 
 def _in_step_adapt(used, memory, selected, ladder, k, next_k):

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from . import accumulator, checks, exchange, flat, masking
+from . import accumulator, checks, exchange, flat, masking, packing, values
 from .algorithm import Algorithm, Outcome
 from .density import Density
 from .integers import from_bits, saturated_sum
 from .ranks import strided
-from .state import State, Stats, check_memory, check_state, empty_stats
+from .state import State, Stats, check_memory, check_state, empty_residual, empty_stats
 from .threshold import as_threshold
 from .varying import (
   AxisName,
@@ -25,9 +25,12 @@ from .varying import (
   check_bound,
   check_local,
   check_num_workers,
-  local_params,
+  check_split,
+  check_whole,
+  other_axes,
   psum,
   resolve_workers,
+  vary,
 )
 
 
@@ -40,13 +43,14 @@ class Options(NamedTuple):
   nonfinite: str
   dense_mask: Any
   max_consecutive_skips: int | None
+  wire: values.Wire = values.Wire()
 
 
 def sparsifier(
   algorithm: Algorithm, density: Density, axis_name: AxisName, options: Options
 ) -> optax.GradientTransformationExtraArgs:
   """Drives ``algorithm`` as an optax transformation."""
-  num_workers, capacity_factor, residual_dtype, nonfinite, dense_mask, max_skips = options
+  num_workers, capacity_factor, residual_dtype, nonfinite, dense_mask, max_skips, wire = options
   check_axis_name(axis_name)
   if num_workers is not None:
     num_workers = checks.check_count("num_workers", num_workers)
@@ -61,35 +65,43 @@ def sparsifier(
         f"max_consecutive_skips={max_skips} needs nonfinite='skip', but it is {nonfinite!r}, under"
         " which no step is skipped. Leave one of them out."
       )
-  wide = jnp.promote_types(residual_dtype, jnp.float32)
+  wide = checks.default_promotion(jnp.promote_types)(residual_dtype, jnp.float32)
   overlapping, common = (algorithm.picks == picks for picks in ("overlapping", "common"))
 
+  @checks.default_promotion
   def init_fn(params):
-    size = _sparse_size(masking.split(params, dense_mask))
+    size = masking.sparse_size(masking.split(params, dense_mask))
     # A tree without elements, such as optax's placeholder for parameters, may come from anywhere.
     n, bound = resolve_workers(axis_name, num_workers, needed=size > 0)
     threshold, boundaries, memory = algorithm.init(size, n)
-    residual = jnp.zeros((size if bound else n * size,), residual_dtype)
-    return State(
+    state = State(
       step=jnp.zeros((), jnp.int32),
-      residual=local_params(residual, axis_name) if bound else residual,
+      residual=empty_residual(axis_name, size, n, bound, residual_dtype),
       threshold=threshold,
       boundaries=boundaries,
       memory=memory,
       stats=empty_stats(n),
     )
+    return vary(state, other_axes(params, axis_name)) if bound else state
 
+  @checks.default_promotion
   def update_fn(updates, state, params=None, **extra_args):
     del params, extra_args
     n = check_bound(axis_name, "update")
     check_num_workers(axis_name, num_workers, n)
-    check_local(updates, axis_name)
+    check_whole(updates)
     sparse, dense = masking.split(updates, dense_mask)
-    size = _sparse_size((sparse, dense))
-    check_state(state, size, n)
+    size = masking.sparse_size((sparse, dense))
+    check_state(state, size, n, residual_dtype)
+    check_local(updates, axis_name)
     check_memory(state, functools.partial(algorithm.init, size, n))
     if size == 0:
       return flat.unflatten(jnp.zeros((0,)), updates), state
+
+    # What the workers agree on may still differ along other axes: no constant enters a loop there.
+    others = other_axes((updates, state), axis_name)
+    check_split(updates, others, axis_name)
+    state = vary(state, others)
 
     # Accumulate. Finite gradients never make an infinite residual, which could never be sent.
     grads, dense_grads = (flat.flatten(tree, wide) for tree in (sparse, dense))
@@ -106,14 +118,18 @@ def sparsifier(
     )
 
     def mine_in(slots):
-      return picked.take(strided(slots, picked.found, plan.allowed, state.step))
+      mine = picked.take(strided(slots, picked.found, plan.allowed, state.step))
+      ordered = common or algorithm.ascending or not packing.is_packed(slots.shape[0], size)
+      return mine if ordered else jnp.sort(mine)
 
     def indices_in(slots):
       mine = mine_in(slots)
-      return mine if common else exchange.gather_rows(mine, axis_name).reshape(-1)
+      return mine if common else exchange.gather_indices(mine, size, axis_name)
 
     def cost(slots, header=0):
-      message = exchange.message_bytes(n, slots, wide.itemsize, header=header, common=common)
+      message = exchange.message_bytes(
+        n, slots, size, wire, wide.itemsize, header=header, common=common
+      )
       return message + exchange.all_reduce_bytes(n, slots * algorithm.sums_per_slot)
 
     # Exchange, and feed back what is not sent.
@@ -136,11 +152,11 @@ def sparsifier(
         again = chosen.at[indices].get(mode="fill", fill_value=False)
         indices = jnp.where(again, size, indices)
         chosen = chosen.at[indices].set(True, mode="drop")
-      mean = exchange.mean_at(residual, indices, axis_name, n)
-      mean = flat.cast(mean, wide, saturate=skip)
-      update = update.at[indices].set(mean, mode="drop")
+      mine = residual.at[indices].get(mode="fill", fill_value=0)
+      sums, kept = values.sum_values(mine.astype(wide), wire, axis_name, n)
+      update = update.at[indices].set(flat.cast(sums / n, wide, saturate=skip), mode="drop")
       seen = jax.tree.map(jnp.add, seen, algorithm.observe(indices, size, n))
-      return _clear(residual, indices), update, seen, chosen
+      return _leave(residual, indices, mine, kept), update, seen, chosen
 
     nothing_seen = jax.tree.map(jnp.zeros_like, algorithm.observe(slots[:0], size, n))
     # Which elements are sent, where their number does not follow from the counts.
@@ -194,28 +210,19 @@ def sparsifier(
       flat.unflatten(update, sparse, saturate=skip),
       flat.unflatten(dense_mean, dense, saturate=skip),
     )
-    return updates, new
+    return updates, vary(new, others)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _sparse_size(split: tuple[Any, Any]) -> int:
-  """Elements of the sparse leaves; raises ValueError if only dense ones have any."""
-  sparse, dense = (flat.flat_size(tree) for tree in split)
-  if dense and not sparse:
-    raise ValueError(
-      "dense_mask leaves no element to be sent sparsely. For a dense mean of all leaves, use"
-      " exdyna_jax.dense(axis_name)."
-    )
-  return sparse
-
-
-def _clear(residual: jax.Array, indices: jax.Array) -> jax.Array:
-  """``residual`` with zeros at ``indices``, in place."""
+def _leave(
+  residual: jax.Array, indices: jax.Array, sent: jax.Array, kept: jax.Array | None
+) -> jax.Array:
+  """``residual`` with what is ``kept``, or zeros, at the ``indices`` of what is ``sent``."""
   # The zeros are computed from the values that are read: a constant would let XLA order the write
   # before the read of the values to be sent, which costs a copy of the whole vector.
-  value = residual.at[indices].get(mode="fill", fill_value=0)
-  return residual.at[indices].set(jnp.where(value > jnp.inf, 1, 0).astype(value.dtype), mode="drop")
+  left = jnp.where(sent > jnp.inf, 1, 0) if kept is None else kept
+  return residual.at[indices].set(left.astype(residual.dtype), mode="drop")
 
 
 def _stats(

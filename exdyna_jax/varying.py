@@ -5,9 +5,11 @@ vary. Under ``check_vma=False``, ``pmap`` and ``vmap`` it does not, and nothing 
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from .flat import is_float
 
@@ -42,12 +44,19 @@ def check_bound(axis_name: AxisName, caller: str) -> int:
   """Number of workers along ``axis_name``; ValueError with the cure where it is not bound."""
   size = bound_axis_size(axis_name)
   if size is None:
+    # The axes of shard_map and pmap; nothing public tells those of vmap.
+    bound = jax.sharding.get_abstract_mesh().manual_axes
+    others = f" ({_names(bound)} {'is' if len(bound) == 1 else 'are'})" if bound else ""
     raise ValueError(
-      f"{caller} needs the mesh axis {axis_name!r}, which is not bound here. Call it inside"
+      f"{caller} needs the mesh axis {axis_name!r}, which is not bound here{others}. Call it inside"
       f" jax.shard_map over a mesh with that axis (or inside jax.pmap or jax.vmap with"
       f" axis_name={axis_name!r})."
     )
   return size
+
+
+def _names(axes: Iterable[str]) -> str:
+  return ", ".join(map(repr, axes))
 
 
 def check_num_workers(axis_name: AxisName, num_workers: int | None, size: int) -> None:
@@ -77,10 +86,22 @@ def resolve_workers(
     return math.prod(mesh_shape[a] for a in axis_tuple(axis_name)), False
   if not needed:
     return 1, False
+  found = f" (the mesh that is set has {_names(mesh_shape)})" if mesh_shape else ""
   raise ValueError(
-    f"the number of workers along {axis_name!r} is unknown in init. Pass num_workers=, or call"
-    " init under jax.set_mesh(mesh) with that axis, or inside jax.shard_map over it."
+    f"the number of workers along {axis_name!r} is unknown in init{found}. Pass num_workers=, or"
+    " call init under jax.set_mesh(mesh) with that axis, or inside jax.shard_map over it."
   )
+
+
+def placement(axis_name: AxisName, size: int) -> PartitionSpec | None:
+  """How an array of one part for each of ``size`` workers lies on the mesh of ``jax.set_mesh``.
+
+  None where that is not ours to say: no such mesh, or axes that are not Explicit.
+  """
+  mesh, axes = jax.sharding.get_abstract_mesh(), axis_tuple(axis_name)
+  explicit = set(axes) <= set(mesh.explicit_axes)
+  fits = explicit and math.prod(mesh.shape[a] for a in axes) == size
+  return PartitionSpec(axes) if fits else None
 
 
 def _varying_axes(x: Any) -> frozenset[str]:
@@ -125,14 +146,27 @@ def local_params(params: Any, axis_name: AxisName) -> Any:
   """
   check_axis_name(axis_name)
   check_bound(axis_name, "local_params")
-  if not _checks_varying(axis_name):
-    return params
+  return vary(params, axis_tuple(axis_name)) if _checks_varying(axis_name) else params
+
+
+def vary(tree: Any, axes: tuple[str, ...]) -> Any:
+  """``tree`` with all arrays typed as varying over ``axes``, which moves no data."""
 
   def cast(x):
-    missing = tuple(a for a in axis_tuple(axis_name) if a not in _varying_axes(x))
+    missing = tuple(a for a in axes if a not in _varying_axes(x))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
-  return jax.tree.map(cast, params)
+  return jax.tree.map(cast, tree)
+
+
+def other_axes(tree: Any, axis_name: AxisName) -> tuple[str, ...]:
+  """The mesh axes beside ``axis_name`` over which floating-point leaves of ``tree`` vary.
+
+  Along them, parameters are split: each part is exchanged by itself, with a state of its own.
+  """
+  leaves = [x for x in jax.tree.leaves(tree) if is_float(x)]
+  axes = frozenset().union(*map(_varying_axes, leaves))
+  return tuple(sorted(axes - set(axis_tuple(axis_name))))
 
 
 def check_local(grads: Any, axis_name: AxisName) -> None:
@@ -154,6 +188,34 @@ def check_local(grads: Any, axis_name: AxisName) -> None:
       )
 
 
+def check_whole(grads: Any) -> None:
+  """Raises ValueError if a gradient is sharded over an Explicit mesh axis."""
+  for path, grad in jax.tree_util.tree_leaves_with_path(grads):
+    spec = jax.typeof(grad).sharding.spec if is_float(grad) else ()
+    axes = sorted({a for part in spec if part is not None for a in axis_tuple(part)})
+    if axes:
+      raise ValueError(
+        f"gradient{jax.tree_util.keystr(path)}, {jax.typeof(grad)}, is sharded over the Explicit"
+        f" mesh axes {axes}, and would have to be gathered to be part of one vector. Map over them"
+        f" as well, with jax.shard_map(..., axis_names={set(axes)}) around update, so that each"
+        " shard has a state of its own. Or gather it yourself: jax.sharding.reshard(grads, P())."
+      )
+
+
+def check_split(grads: Any, axes: tuple[str, ...], axis_name: AxisName) -> None:
+  """Raises ValueError if a gradient does not vary over the `other_axes`."""
+  for path, grad in jax.tree_util.tree_leaves_with_path(grads):
+    missing = set(axes) - _varying_axes(grad) if is_float(grad) else ()
+    if missing:
+      raise ValueError(
+        f"gradient{jax.tree_util.keystr(path)} is the same along mesh axis {sorted(missing)}, over"
+        " which other gradients or the state vary. Each part of the model selects and skips by"
+        " itself, so the copies of this parameter would drift apart, as dense leaves too. Give it"
+        " and its like a transformation of their own by optax.partition, such as"
+        f" dense({axis_name!r})."
+      )
+
+
 # With one worker there is nothing to exchange. Where varying types are checked, only a collective
 # can make a value invariant again: there a collective of one member stays, which sends nothing.
 def _is_alone(axis_name: AxisName) -> bool:
@@ -169,6 +231,13 @@ def all_gather(x: jax.Array, axis_name: AxisName) -> jax.Array:
     # The default gather is typed varying, and P() outputs derived from it would be refused.
     return jax.lax.all_gather(local_params(x, axis_name), axes, tiled=True, to="invarying")
   return jax.lax.all_gather(x, axes, tiled=True)
+
+
+def all_to_all(x: jax.Array, axis_name: AxisName) -> jax.Array:
+  """Row s of ``[n, m]`` goes to worker s; returns the rows that came from each, ``[n, m]``."""
+  axes = axis_tuple(axis_name)
+  name = axes[0] if len(axes) == 1 else axes  # vmap takes no tuple
+  return jax.lax.all_to_all(local_params(x, axis_name), name, 0, 0, tiled=True)
 
 
 def psum(x: jax.Array, axis_name: AxisName) -> jax.Array:

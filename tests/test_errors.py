@@ -8,7 +8,7 @@ import pytest
 import workers as w
 from jax.sharding import PartitionSpec as P
 
-from exdyna_jax import dense, exdyna, get_stats, local_params, state_specs
+from exdyna_jax import dense, exdyna, get_stats, local_params, random_k, sidco, state_specs
 
 SIZE = 100
 
@@ -22,6 +22,9 @@ SIZE = 100
     ({"density": float("nan")}, ValueError, "got nan"),
     ({"density": "much"}, TypeError, "got 'much'"),
     ({"density": True}, TypeError, "got True"),
+    ({"density": 10**400}, ValueError, r"density must be in \(0, 1\], got inf"),
+    ({"density": -(10**400)}, ValueError, "got -inf"),
+    ({"density": lambda step: None}, TypeError, "density must be a scalar, got None at step 0"),
     ({"density": jnp.asarray(0.1)}, TypeError, "static_args"),
     ({"axis_name": 3}, TypeError, "axis_name must be .* got 3"),
     ({"axis_name": ()}, TypeError, r"got \(\)"),
@@ -35,19 +38,46 @@ SIZE = 100
     ({"nonfinite": "ignore"}, ValueError, "'skip', 'propagate', got 'ignore'"),
     ({"threshold": 0.1}, ValueError, "got 0.1. A number goes into initial_threshold"),
     ({"num_workers": 0}, ValueError, "num_workers must be at least 1, got 0"),
+    ({"num_workers": 2**31}, ValueError, "num_workers must be at most 2147483647, got 2147483648"),
     ({"num_workers": 2.0}, TypeError, "num_workers must be an integer, got 2.0"),
     ({"num_blocks": 0}, ValueError, "num_blocks must be at least 1, got 0"),
     ({"capacity_factor": 0.0}, ValueError, "capacity_factor must be positive.*got 0.0"),
     ({"capacity_factor": float("inf")}, ValueError, "got inf"),
+    ({"capacity_factor": 10**400}, ValueError, "capacity_factor must be positive and finite"),
     ({"capacity_factor": "1"}, TypeError, "got '1'"),
     ({"initial_threshold": -1.0}, ValueError, "initial_threshold must be positive.*got -1.0"),
     ({"initial_threshold": float("nan")}, ValueError, "got nan"),
+    ({"initial_threshold": 10**400}, ValueError, "initial_threshold must be positive and finite"),
     ({"residual_dtype": jnp.int32}, TypeError, "residual_dtype must be a floating-point"),
+    ({"residual_dtype": jnp.float8_e4m3fn}, TypeError, "at least 16 bits.*jnp.float32, got"),
+    ({"residual_dtype": "float8"}, TypeError, "residual_dtype must be .*jnp.float32, got 'float8'"),
+    ({"residual_dtype": [1]}, TypeError, r"residual_dtype must be .*jnp.float32, got \[1\]"),
+    ({"residual_dtype": None}, TypeError, "residual_dtype must be .*jnp.float32, got None"),
   ],
 )
 def test_arguments(options, error, message):
   with pytest.raises(error, match=message):
     exdyna(**{"density": 0.1, "axis_name": w.AXIS, **options})
+
+
+@pytest.mark.parametrize("array", [np.ones(2), jnp.ones(2)])
+@pytest.mark.parametrize(
+  "make, name",
+  [
+    (exdyna, "threshold"),
+    (exdyna, "partition"),
+    (exdyna, "nonfinite"),
+    (exdyna, "residual_dtype"),
+    (sidco, "fit"),
+    (sidco, "stages"),
+    (random_k, "seed"),
+  ],
+)
+def test_arrays_are_no_options(make, name, array):
+  with pytest.raises(
+    TypeError, match=f"{name} must be .*, not an array, for it decides what is co"
+  ):
+    make(0.1, w.AXIS, **{name: array})
 
 
 @pytest.mark.parametrize("tx", [exdyna(0.1, w.AXIS), dense(w.AXIS)])
@@ -69,6 +99,23 @@ def test_axis_not_bound(make):
     tx.update(jnp.zeros(SIZE), tx.init(jnp.zeros(SIZE)))
   with pytest.raises(ValueError, match="local_params needs the mesh axis 'data'"):
     local_params(jnp.zeros(3), w.AXIS)
+
+
+@pytest.mark.parametrize(
+  "axes, shape, bound",
+  [(("dat",), (4,), r"\('dat' is\)"), (("a", "b"), (2, 2), r"\('a', 'b' are\)")],
+)
+def test_axes_that_are_bound_instead_are_named(axes, shape, bound):
+  mapped = jax.shard_map(
+    lambda x: local_params(x, w.AXIS), mesh=w.mesh_of(4, axes, shape), in_specs=P(), out_specs=P()
+  )
+  with pytest.raises(ValueError, match=f"not bound here {bound}. Call it"):
+    jax.eval_shape(mapped, jnp.zeros(3))
+
+
+def test_the_axes_of_the_mesh_are_named_where_init_finds_no_workers():
+  with jax.set_mesh(w.mesh_of(4)), pytest.raises(ValueError, match="mesh that is set has 'data'"):
+    exdyna(0.1, "dat").init(jnp.zeros(SIZE))
 
 
 def trace(tx, state, specs, grads, n=4):

@@ -134,6 +134,22 @@ def test_sidco_adapts_its_stages():
   assert max(seen) > 1 and set(np.abs(np.diff(seen))) <= {0, 1}
 
 
+def test_sidco_counts_the_steps_that_say_something():
+  """Steps in which all is zero neither end the window of five steps nor are in its mean."""
+  n, size = 2, 64
+  tx = sidco(0.5, w.AXIS, num_workers=n, capacity_factor=None)
+  step = jax.jit(jax.vmap(tx.update, axis_name=w.AXIS))
+  # Equal magnitudes: one exponential stage asks for less than their mean, hence for all of them.
+  grads, zeros = jnp.ones((n, size)), jnp.zeros((n, size))
+  state = jax.vmap(tx.init, axis_name=w.AXIS)(grads)
+  said = 0
+  for something in [True, False, True, False, True, True, False, True, True]:
+    _, state = step(grads if something else zeros, state)
+    said += something
+    np.testing.assert_array_equal(state.memory.steps, said % 5)
+    np.testing.assert_allclose(state.memory.achieved, 2.0 * (said % 5))
+
+
 def test_random_k_is_fair_and_follows_its_seed():
   steps, size = 300, 10
   drawn = {}
@@ -202,9 +218,25 @@ def test_a_scheduled_hard_threshold():
   [
     (hard_threshold, {"density": None}, ValueError, "a density or a threshold, got None for both"),
     (hard_threshold, {"threshold": -1.0}, ValueError, "threshold must be positive.*got -1.0"),
+    (hard_threshold, {"threshold": 10**400}, ValueError, "threshold must be positive and finite"),
+    (
+      hard_threshold,
+      {"density": None, "threshold": 1.0, "capacity_factor": 2.0},
+      ValueError,
+      "capacity_factor=2.0 needs a density, got None.*leave capacity_factor out",
+    ),
+    (
+      hard_threshold,
+      {"density": None, "threshold": 1.0, "capacity_factor": "much"},
+      TypeError,
+      "capacity_factor must be a Python number.*got 'much'",
+    ),
+    (sage, {"seed": 2**32}, ValueError, "seed must be at most 4294967295, got 4294967296"),
     (sage, {"seed": 0.5}, TypeError, "seed must be an integer, got 0.5"),
+    (random_k, {"seed": -(2**31) - 1}, ValueError, "seed must be at least -2147483648"),
     (random_k, {"seed": "a"}, TypeError, "seed must be an integer, got 'a'"),
     (sidco, {"fit": "gamma"}, ValueError, "fit must be one of 'exponential', .*got 'gamma'"),
+    (sidco, {"stages": 2**31}, ValueError, "stages must be at most 2147483647, got 2147483648"),
     (sidco, {"stages": 0}, ValueError, "stages must be at least 1, got 0"),
     (sidco, {"stages": "many"}, TypeError, "stages must be an integer, got 'many'"),
   ],

@@ -50,19 +50,23 @@ def deft(
     density: share of the N elements to send per step, in (0, 1]; ``k = max(1, int(density * N))``.
       Or an optax schedule, a function of the number of steps taken.
     axis_name: mesh axis over which the batch is split, or a tuple of axes.
-    num_workers: their number n; None takes it from the mesh axis, where it is bound.
+    num_workers: their number n. Needed only where ``init`` runs outside of the mapped function and
+      without ``jax.set_mesh``; default None.
     capacity_factor: each worker sends at most ``ceil(capacity_factor * k / n)`` indices; what
       exceeds it is thinned out evenly and waits. None: all picks are sent. Bins of equal cost do
-      not hold equally many picks, hence more room than in `exdyna`.
-    residual_dtype: dtype of the residual and of all sums, at least 16 bits.
-    nonfinite, dense_mask, max_consecutive_skips: as in `exdyna`.
+      not hold equally many picks, hence more room than in `exdyna`: default 2.
+    residual_dtype: dtype of the residual and of all sums, at least 16 bits; default float32.
+    nonfinite, dense_mask, max_consecutive_skips: as in `exdyna`; default ``"skip"``, None, None.
 
   Returns:
     An ``optax.GradientTransformationExtraArgs`` with a `State`, as `exdyna`; its threshold is 0.
     Entries that are zero are not picked.
 
   Raises:
-    TypeError, ValueError: as `exdyna`.
+    TypeError: an argument is of the wrong type, a leaf is complex, or ``update`` gets no `State`.
+    ValueError: an argument is out of range, the axis is not bound, gradients are summed already,
+      there are more than 2**31 - 2 elements, or the state was made for another model, algorithm or
+      number of workers.
 
   Example:
     >>> import jax, jax.numpy as jnp
@@ -109,7 +113,7 @@ def deft(
   options = Options(
     num_workers, capacity_factor, residual_dtype, nonfinite, dense_mask, max_consecutive_skips
   )
-  return sparsifier(Algorithm(select), wanted, axis_name, options)
+  return sparsifier(Algorithm(select, ascending=False), wanted, axis_name, options)
 
 
 def _largest_of(

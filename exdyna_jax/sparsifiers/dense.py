@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from .. import checks, exchange, flat
-from ..state import State, check_state, empty_stats
+from ..state import State, check_state, empty_residual, empty_stats
 from ..threshold import as_threshold
 from ..varying import (
   AxisName,
@@ -13,9 +13,10 @@ from ..varying import (
   check_bound,
   check_local,
   check_num_workers,
-  local_params,
+  other_axes,
   psum,
   resolve_workers,
+  vary,
 )
 
 
@@ -30,14 +31,16 @@ def dense(
   Args:
     axis_name: mesh axis over which the batch is split, or a tuple of axes.
     num_workers: their number n. Needed only where ``init`` runs outside of the mapped function and
-      without ``jax.set_mesh``.
+      without ``jax.set_mesh``; default None.
 
   Returns:
     An ``optax.GradientTransformationExtraArgs``; its residual is empty, its density 1, and NaN
     goes through.
 
   Raises:
-    TypeError, ValueError: as `exdyna`.
+    TypeError: an argument is of the wrong type, a leaf is complex, or ``update`` gets no `State`.
+    ValueError: an argument is out of range, the axis is not bound, gradients are summed already,
+      there are more than 2**31 - 2 elements, or the state was made for another number of workers.
 
   Example:
     >>> import jax, jax.numpy as jnp
@@ -51,26 +54,28 @@ def dense(
   if num_workers is not None:
     checks.check_count("num_workers", num_workers)
 
+  @checks.default_promotion
   def init_fn(params):
     size = flat.flat_size(params)
     n, bound = resolve_workers(axis_name, num_workers, needed=size > 0)
-    residual = jnp.zeros((0,), jnp.float32)
-    return State(
+    state = State(
       step=jnp.zeros((), jnp.int32),
-      residual=local_params(residual, axis_name) if bound else residual,
+      residual=empty_residual(axis_name, 0, n, bound, jnp.float32),
       threshold=as_threshold(0.0),
       boundaries=jnp.zeros((n + 1,), jnp.int32),
       memory=(),
       stats=empty_stats(n),
     )
+    return vary(state, other_axes(params, axis_name)) if bound else state
 
+  @checks.default_promotion
   def update_fn(updates, state, params=None, **extra_args):
     del params, extra_args
     n = check_bound(axis_name, "update")
     check_num_workers(axis_name, num_workers, n)
-    check_local(updates, axis_name)
     size = flat.flat_size(updates)
-    check_state(state, 0, n)  # nothing waits: the residual has no elements
+    check_state(state, 0, n, jnp.float32)  # nothing waits: the residual has no elements
+    check_local(updates, axis_name)
 
     def mean(leaf):
       return psum(leaf, axis_name) / n if flat.is_float(leaf) else flat.zeros(leaf)
@@ -86,8 +91,7 @@ def dense(
       counts=(share + (jnp.arange(n) < rest)).astype(jnp.int32),
       bytes_sent=jnp.asarray(traffic, jnp.float32),
     )
-    return jax.tree.map(mean, updates), state._replace(
-      step=optax.safe_increment(state.step), stats=stats
-    )
+    new = state._replace(step=optax.safe_increment(state.step), stats=stats)
+    return jax.tree.map(mean, updates), vary(new, other_axes(state, axis_name))
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)

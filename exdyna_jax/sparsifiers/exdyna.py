@@ -15,6 +15,7 @@ from ..partition import RULES, by_partition, check_loads, equal_boundaries, owne
 from ..state import State
 from ..threshold import Memory
 from ..transform import Options, sparsifier
+from ..values import Link, check_wire
 from ..varying import AxisName
 
 
@@ -39,6 +40,8 @@ def exdyna(
   nonfinite: str = "skip",
   dense_mask: Any = None,
   max_consecutive_skips: int | None = None,
+  wire_dtype: Any = None,
+  link: Link | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Mean gradient over the workers, at the few coordinates that matter now.
 
@@ -66,7 +69,7 @@ def exdyna(
       function of the number of steps taken with values in (0, 1]; threshold and traffic follow it.
     axis_name: mesh axis over which the batch is split, or a tuple of axes.
     num_workers: their number n. Needed only where ``init`` runs outside of the mapped function and
-      without ``jax.set_mesh``.
+      without ``jax.set_mesh``; default None.
     threshold: how the threshold follows the density. ``"secant"``: from the counts at a few levels
       around it to the next one; they travel with the indices. ``"in_step"``: from the same counts
       to this step's own threshold; closer, for one small all-reduce more. Both search for the exact
@@ -91,6 +94,10 @@ def exdyna(
       True: dense. N, k and the statistics but ``bytes_sent`` are those of the other leaves.
     max_consecutive_skips: at least 1; when more steps in a row are skipped, the update is NaN, so
       that nobody waits for a training that stands still. None: no limit.
+    wire_dtype: ``jnp.bfloat16`` or ``jnp.float16``: values travel in 16 bits, half the bytes, and
+      rounding errors wait in the residuals; sums are made in ``residual_dtype``. None: in full.
+    link: the network as a `Link`, by which values take the fastest way: an all-reduce, or fewer
+      hops for more bytes. ``python -m exdyna_jax.advise`` measures it. None: the fewest bytes.
 
   Returns:
     An ``optax.GradientTransformationExtraArgs``. Its updates have the gradients' dtypes and are
@@ -143,7 +150,8 @@ def exdyna(
     return follow, boundaries, _Memory(rule_memory, loads)
 
   algorithm = Algorithm(select, init, observe, adapt)
+  wire = check_wire(wire_dtype, link)
   options = Options(
-    num_workers, capacity_factor, residual_dtype, nonfinite, dense_mask, max_consecutive_skips
+    num_workers, capacity_factor, residual_dtype, nonfinite, dense_mask, max_consecutive_skips, wire
   )
   return sparsifier(algorithm, mode.density, axis_name, options)

@@ -19,6 +19,7 @@ from ..varying import AxisName
 
 # Of how many elements the messages have room for one, where nobody knows how many will come.
 MESSAGE_DENSITY = 1e-3
+CAPACITY_FACTOR = 1.25
 
 
 def hard_threshold(
@@ -27,7 +28,7 @@ def hard_threshold(
   *,
   num_workers: int | None = None,
   threshold: float | None = None,
-  capacity_factor: float | None = 1.25,
+  capacity_factor: float | None = CAPACITY_FACTOR,
   residual_dtype: Any = jnp.float32,
   nonfinite: str = "skip",
   dense_mask: Any = None,
@@ -46,18 +47,23 @@ def hard_threshold(
       nothing of the gradients' scale. With it, only the capacity follows from the density; None
       then sends all picks.
     axis_name: mesh axis over which the batch is split, or a tuple of axes.
-    num_workers: their number n; None takes it from the mesh axis, where it is bound.
-    threshold: a positive number, in the gradients' unit; None takes it from the density.
+    num_workers: their number n. Needed only where ``init`` runs outside of the mapped function and
+      without ``jax.set_mesh``; default None.
+    threshold: a positive number, in the gradients' unit; None (default) takes it from the density.
     capacity_factor: each worker sends at most ``ceil(capacity_factor * k)`` indices; what exceeds
-      it is thinned out evenly and waits. None: all picks are sent.
-    residual_dtype: dtype of the residual and of all sums, at least 16 bits.
-    nonfinite, dense_mask, max_consecutive_skips: as in `exdyna`.
+      it is thinned out evenly and waits. None: all picks are sent. Default 1.25. Needs a
+      density.
+    residual_dtype: dtype of the residual and of all sums, at least 16 bits; default float32.
+    nonfinite, dense_mask, max_consecutive_skips: as in `exdyna`; default ``"skip"``, None, None.
 
   Returns:
     An ``optax.GradientTransformationExtraArgs`` with a `State`, as `exdyna`.
 
   Raises:
-    TypeError, ValueError: as `exdyna`; or neither density nor threshold is given.
+    TypeError: an argument is of the wrong type, a leaf is complex, or ``update`` gets no `State`.
+    ValueError: an argument is out of range, neither density nor threshold is given, the axis is not
+      bound, gradients are summed already, there are more than 2**31 - 2 elements, or the state was
+      made for another model, algorithm or number of workers.
 
   Example:
     >>> import jax, jax.numpy as jnp
@@ -74,10 +80,16 @@ def hard_threshold(
   constant = checks.check_positive("threshold", threshold, "taken from the density")
   if density is None and constant is None:
     raise ValueError("hard_threshold needs a density or a threshold, got None for both.")
+  checks.check_positive("capacity_factor", capacity_factor, "never truncate")
   if density is None:
-    capacity_factor, wanted = None, parse_density(MESSAGE_DENSITY)
-  else:
-    wanted = parse_density(density)
+    if capacity_factor not in (None, CAPACITY_FACTOR):
+      raise ValueError(
+        f"capacity_factor={capacity_factor!r} needs a density, got None: a worker's capacity is"
+        " ceil(capacity_factor * k), and k follows from the density. Give a density beside the"
+        " threshold, or leave capacity_factor out to send all picks."
+      )
+    capacity_factor, density = None, MESSAGE_DENSITY
+  wanted = parse_density(density)
 
   def at(step: jax.Array, size: int) -> jax.Array:
     return as_threshold(constant or paper_initial(target_at(wanted, step, size)))

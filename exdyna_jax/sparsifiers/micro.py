@@ -40,20 +40,24 @@ def micro(
   Args:
     density: share of the N elements to send per step, in (0, 1], or an optax schedule of it.
     axis_name: mesh axis over which the batch is split, or a tuple of axes.
-    num_workers: their number n; None takes it from the mesh axis, where it is bound.
-    threshold: ``"secant"``, ``"in_step"`` or ``"paper"``, as in `exdyna`.
-    initial_threshold: the first threshold, positive; None lets the ``threshold`` rule find it.
+    num_workers: their number n. Needed only where ``init`` runs outside of the mapped function and
+      without ``jax.set_mesh``; default None.
+    threshold: ``"secant"`` (default), ``"in_step"`` or ``"paper"``, as in `exdyna`.
+    initial_threshold: the first threshold, positive; None (default): the rule finds it.
     capacity_factor: each worker sends at most ``ceil(capacity_factor * k / n)`` indices; what
-      exceeds it is thinned out evenly and waits. None: all picks are sent.
-    residual_dtype: dtype of the residual and of all sums, at least 16 bits.
-    nonfinite, dense_mask, max_consecutive_skips: as in `exdyna`.
+      exceeds it is thinned out evenly and waits. None: all picks are sent. Default 1.25.
+    residual_dtype: dtype of the residual and of all sums, at least 16 bits; default float32.
+    nonfinite, dense_mask, max_consecutive_skips: as in `exdyna`; default ``"skip"``, None, None.
 
   Returns:
     An ``optax.GradientTransformationExtraArgs`` with a `State`, as `exdyna`; its ``boundaries``
     are in elements and do not change.
 
   Raises:
-    TypeError, ValueError: as `exdyna`.
+    TypeError: an argument is of the wrong type, a leaf is complex, or ``update`` gets no `State`.
+    ValueError: an argument is out of range, the axis is not bound, gradients are summed already,
+      there are more than 2**31 - 2 elements, or the state was made for another model, algorithm or
+      number of workers.
 
   Example:
     >>> import jax, jax.numpy as jnp

@@ -38,17 +38,21 @@ def random_k(
     density: share of the N elements to send per step, in (0, 1]; ``k = max(1, int(density * N))``.
       Or an optax schedule, a function of the number of steps taken.
     axis_name: mesh axis over which the batch is split, or a tuple of axes.
-    num_workers: their number n; None takes it from the mesh axis, where it is bound.
+    num_workers: their number n. Needed only where ``init`` runs outside of the mapped function and
+      without ``jax.set_mesh``; default None.
     seed: of the random numbers, an integer; default 0. The same on all workers.
-    residual_dtype: dtype of the residual and of all sums, at least 16 bits.
-    nonfinite, dense_mask, max_consecutive_skips: as in `exdyna`.
+    residual_dtype: dtype of the residual and of all sums, at least 16 bits; default float32.
+    nonfinite, dense_mask, max_consecutive_skips: as in `exdyna`; default ``"skip"``, None, None.
 
   Returns:
     An ``optax.GradientTransformationExtraArgs`` with a `State`, as `exdyna`; its threshold is 0.
     ``stats.counts`` are k each. Entries are sent whatever their value, zeros too.
 
   Raises:
-    TypeError, ValueError: as `exdyna`.
+    TypeError: an argument is of the wrong type, a leaf is complex, or ``update`` gets no `State`.
+    ValueError: an argument is out of range, the axis is not bound, gradients are summed already,
+      there are more than 2**31 - 2 elements, or the state was made for another model, algorithm or
+      number of workers.
 
   Example:
     >>> import jax, jax.numpy as jnp
@@ -63,7 +67,7 @@ def random_k(
     <https://arxiv.org/abs/2009.09271>`_, 2020.
   """
   wanted = parse_density(density)
-  seed = checks.check_integer("seed", seed)
+  seed = checks.check_seed("seed", seed)
 
   def select(acc: Accumulator, state: State, rank: jax.Array) -> Selection:
     size = accumulator.size(acc)

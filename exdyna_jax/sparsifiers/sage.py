@@ -60,13 +60,14 @@ def sage(
     density: share d of the N elements that each worker shall pick per step, in (0, 1]. Or an optax
       schedule, a function of the number of steps taken.
     axis_name: mesh axis over which the batch is split, or a tuple of axes.
-    num_workers: their number n; None takes it from the mesh axis, where it is bound.
+    num_workers: their number n. Needed only where ``init`` runs outside of the mapped function and
+      without ``jax.set_mesh``; default None.
     seed: of the samples, an integer; default 0.
     capacity_factor: each worker sends at most ``ceil(capacity_factor * k)`` indices, with ``k =
       max(1, int(d * N))``; what exceeds it is thinned out evenly and waits. None: all picks are
-      sent.
-    residual_dtype: dtype of the residual and of all sums, at least 16 bits.
-    nonfinite, dense_mask, max_consecutive_skips: as in `exdyna`.
+      sent. Default 1.25.
+    residual_dtype: dtype of the residual and of all sums, at least 16 bits; default float32.
+    nonfinite, dense_mask, max_consecutive_skips: as in `exdyna`; default ``"skip"``, None, None.
 
   Returns:
     An ``optax.GradientTransformationExtraArgs`` with a `State`, as `exdyna`; its threshold is the
@@ -74,7 +75,10 @@ def sage(
     scale, and is corrected by 5% a step.
 
   Raises:
-    TypeError, ValueError: as `exdyna`.
+    TypeError: an argument is of the wrong type, a leaf is complex, or ``update`` gets no `State`.
+    ValueError: an argument is out of range, the axis is not bound, gradients are summed already,
+      there are more than 2**31 - 2 elements, or the state was made for another model, algorithm or
+      number of workers.
 
   Example:
     >>> import jax, jax.numpy as jnp
@@ -89,7 +93,7 @@ def sage(
     Supercomputing, 2023.
   """
   wanted = parse_density(density)
-  seed = checks.check_integer("seed", seed)
+  seed = checks.check_seed("seed", seed)
 
   def init(size: int, n: int) -> tuple[jax.Array, jax.Array, _Memory]:
     first = as_threshold(paper_initial(target_at(wanted, jnp.int32(0), size)))

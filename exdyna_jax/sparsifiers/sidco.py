@@ -30,7 +30,8 @@ class _Memory(NamedTuple):
   """What SIDCo remembers."""
 
   stages: jax.Array  # int32 [], of the next step
-  achieved: jax.Array  # float32 [], selected / wanted, summed over the steps of this window
+  steps: jax.Array  # int32 [], taken in this window; those in which all is zero do not count
+  achieved: jax.Array  # float32 [], selected / wanted, summed over these steps
 
 
 def sidco(
@@ -64,22 +65,27 @@ def sidco(
     density: share d of the N elements that each worker shall pick per step, in (0, 1]. Or an optax
       schedule, a function of the number of steps taken.
     axis_name: mesh axis over which the batch is split, or a tuple of axes.
-    num_workers: their number n; None takes it from the mesh axis, where it is bound.
-    fit: ``"exponential"`` or ``"generalized_pareto"``.
-    stages: how many, at least 1. ``"adaptive"``: from 1 on, every 5 steps one less where more than
-      120% of what was wanted was picked, one more where less than 80%.
+    num_workers: their number n. Needed only where ``init`` runs outside of the mapped function and
+      without ``jax.set_mesh``; default None.
+    fit: ``"exponential"`` (default) or ``"generalized_pareto"``.
+    stages: how many, at least 1. ``"adaptive"`` (default): from 1 on, every 5 steps one less where
+      more than 120% of what was wanted was picked, one more where less than 80%; steps in which
+      all is zero do not count.
     capacity_factor: each worker sends at most ``ceil(capacity_factor * k)`` indices, with ``k =
       max(1, int(d * N))``; what exceeds it is thinned out evenly and waits. None: all picks are
-      sent.
-    residual_dtype: dtype of the residual and of all sums, at least 16 bits.
-    nonfinite, dense_mask, max_consecutive_skips: as in `exdyna`.
+      sent. Default 1.25.
+    residual_dtype: dtype of the residual and of all sums, at least 16 bits; default float32.
+    nonfinite, dense_mask, max_consecutive_skips: as in `exdyna`; default ``"skip"``, None, None.
 
   Returns:
     An ``optax.GradientTransformationExtraArgs`` with a `State`, as `exdyna`; its threshold is the
     mean of the workers' last thresholds. The largest entry is always picked, unless it is zero.
 
   Raises:
-    TypeError, ValueError: as `exdyna`.
+    TypeError: an argument is of the wrong type, a leaf is complex, or ``update`` gets no `State`.
+    ValueError: an argument is out of range, the axis is not bound, gradients are summed already,
+      there are more than 2**31 - 2 elements, or the state was made for another model, algorithm or
+      number of workers.
 
   Example:
     >>> import jax, jax.numpy as jnp
@@ -95,12 +101,12 @@ def sidco(
   """
   wanted = parse_density(density)
   checks.check_choice("fit", fit, tuple(FITS))
-  adaptive = stages == "adaptive"
+  adaptive = isinstance(stages, str) and stages == "adaptive"
   first = 1 if adaptive else checks.check_count("stages", stages)
   most = max(math.ceil(math.log2(1 / wanted.lowest)), 1)
 
   def init(size: int, n: int) -> tuple[jax.Array, jax.Array, _Memory]:
-    memory = _Memory(jnp.int32(first), jnp.zeros((), jnp.float32))
+    memory = _Memory(jnp.int32(first), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32))
     return as_threshold(0.0), no_partitions(n), memory
 
   def select(acc: Accumulator, state: State, rank: jax.Array) -> Selection:
@@ -121,10 +127,12 @@ def sidco(
     if adaptive:
       k = target_at(wanted, state.step, state.residual.shape[0])
       achieved = new.achieved + total / (n * jnp.asarray(k, jnp.float32))
-      mean, due = achieved / WINDOW, (state.step + 1) % WINDOW == 0
+      steps = new.steps + 1
+      mean, due = achieved / WINDOW, steps == WINDOW
       change = jnp.where(mean < TOO_FEW, 1, jnp.where(mean > TOO_MANY, -1, 0))
       stages = jnp.clip(new.stages + jnp.where(due, change, 0), 1, most)
-      new = _Memory(stages.astype(jnp.int32), jnp.where(due, 0.0, achieved))
+      kept = (jnp.where(due, 0, x) for x in (steps, achieved))
+      new = _Memory(stages.astype(jnp.int32), *kept)
     # Steps in which all is zero say nothing.
     old = (state.threshold, state.memory)
     new = jax.tree.map(

@@ -1,0 +1,167 @@
+"""Training with flax: linen's TrainState, and nnx in the two ways that it maps a step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import workers as w
+from flax import linen, nnx
+from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
+
+from exdyna_jax import exdyna, get_stats, local_params, state_specs
+
+WORKERS, STEPS, INPUTS = 4, 30, 8
+MESH = w.mesh_of(WORKERS)
+X = np.random.default_rng(0).standard_normal((64, INPUTS)).astype(np.float32)
+Y = X @ np.random.default_rng(1).standard_normal((INPUTS, 3)).astype(np.float32)
+
+
+def transform():
+  return optax.chain(exdyna(0.2, w.AXIS, num_workers=WORKERS), optax.sgd(0.05, momentum=0.5))
+
+
+def check(losses, params, residual, stats):
+  """The loss fell, all devices hold the same bits, and the residual is each worker's own."""
+  assert losses[-1] < 0.5 * losses[0]
+  for leaf in jax.tree.leaves(params):
+    shards = [np.asarray(shard.data) for shard in leaf.addressable_shards]
+    assert len(shards) == WORKERS and all((shard == shards[0]).all() for shard in shards)
+  assert residual.sharding.spec == P(w.AXIS) and np.any(residual)
+  assert stats.counts.shape == (WORKERS,) and 0 < stats.density < 1
+
+
+def test_linen_train_state():
+  model = linen.Dense(3)
+  state = TrainState.create(
+    apply_fn=model.apply, params=model.init(jax.random.key(0), X), tx=transform()
+  )
+  specs = state_specs(state, w.AXIS)
+  state = jax.device_put(state, w.shardings(MESH, specs))
+
+  def train_step(state, x, y):
+    def loss(params):
+      return jnp.mean((state.apply_fn(params, x) - y) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(local_params(state.params, w.AXIS))
+    return state.apply_gradients(grads=grads), jax.lax.pmean(value, w.AXIS), get_stats(state)
+
+  step = jax.jit(
+    jax.shard_map(
+      train_step,
+      mesh=MESH,
+      in_specs=(specs, P(w.AXIS), P(w.AXIS)),
+      out_specs=(specs, P(), P()),
+    )
+  )
+  losses = []
+  for _ in range(STEPS):
+    state, loss, _ = step(state, X, Y)
+    losses.append(float(loss))
+  check(losses, state.params, state.opt_state[0].residual, get_stats(state))
+
+
+class Model(nnx.Module):
+  """One of its parameters has the name of a field of our state."""
+
+  def __init__(self):
+    self.linear = nnx.Linear(INPUTS, 3, rngs=nnx.Rngs(0))
+    self.residual = nnx.Param(jnp.zeros(3))
+
+  def __call__(self, x):
+    return self.linear(x) + self.residual[...]
+
+
+def make_nnx():
+  model = Model()
+  return model, nnx.Optimizer(model, transform(), wrt=nnx.Param)
+
+
+def nnx_step(model, optimizer, x, y):
+  """What one worker does; it changes its arguments, as is usual in nnx."""
+  graph, params = nnx.split(model)
+  local = nnx.merge(graph, local_params(params, w.AXIS))
+  loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - y) ** 2))(local)
+  optimizer.update(model, grads)
+  return jax.lax.pmean(loss, w.AXIS)
+
+
+def test_nnx_under_its_own_shard_map():
+  model, optimizer = make_nnx()
+  state = nnx.state((model, optimizer))
+  places = w.shardings(MESH, state_specs(state, w.AXIS))
+  nnx.update((model, optimizer), jax.device_put(state, places))
+  everywhere = nnx.StateSharding({...: P()})
+  of_optimizer = nnx.StateSharding(
+    {lambda path, value: path == ("opt_state", 0, "residual"): P(w.AXIS), ...: P()}
+  )
+  step = nnx.jit(
+    nnx.shard_map(
+      nnx_step,
+      mesh=MESH,
+      in_specs=(everywhere, of_optimizer, P(w.AXIS), P(w.AXIS)),
+      out_specs=P(),
+    )
+  )
+  losses = [float(step(model, optimizer, X, Y)) for _ in range(STEPS)]
+  residual = optimizer.opt_state[0].residual[...]
+  check(losses, nnx.state(model), residual, get_stats(optimizer))
+
+
+def test_nnx_split_under_shard_map():
+  """The pure form: nnx has replaced our NamedTuple by mappings, and the specs are the same."""
+  graph, state = nnx.split(make_nnx())
+  specs = state_specs(state, w.AXIS)
+  state = jax.device_put(state, w.shardings(MESH, specs))
+
+  def train_step(state, x, y):
+    model, optimizer = nnx.merge(graph, state)
+    loss = nnx_step(model, optimizer, x, y)
+    return nnx.state((model, optimizer)), loss
+
+  step = jax.jit(
+    jax.shard_map(
+      train_step,
+      mesh=MESH,
+      in_specs=(specs, P(w.AXIS), P(w.AXIS)),
+      out_specs=(specs, P()),
+    )
+  )
+  losses = []
+  for _ in range(STEPS):
+    state, loss = step(state, X, Y)
+    losses.append(float(loss))
+  residual = state[1]["opt_state"][0]["residual"][...]
+  check(losses, state[0], residual, get_stats(state))
+
+
+@pytest.mark.parametrize(
+  "form",
+  [
+    lambda model, optimizer: (model, optimizer),
+    lambda model, optimizer: nnx.state((model, optimizer)),
+    lambda model, optimizer: nnx.to_pure_dict(nnx.state((model, optimizer))),
+  ],
+  ids=["objects", "state", "dict"],
+)
+def test_specs_of_nnx_shard_our_residual_alone(form):
+  """Neither the parameter of that name, nor its momentum."""
+  tree = form(*make_nnx())
+  specs = state_specs(tree, w.AXIS)
+  assert jax.tree.structure(specs) == jax.tree.structure(tree)
+  sharded = [
+    jax.tree.leaves(leaf)[0]
+    for spec, leaf in zip(jax.tree.leaves(specs), jax.tree.leaves(tree), strict=True)
+    if spec == P(w.AXIS)
+  ]
+  assert [leaf.shape for leaf in sharded] == [(WORKERS * (INPUTS * 3 + 3 + 3),)]
+  assert get_stats(tree).counts.shape == (WORKERS,)
+
+
+def test_specs_of_the_nnx_state_of_the_sparsifier_alone():
+  _, optimizer = make_nnx()
+  ours = nnx.state(optimizer)["opt_state"][0]
+  specs = state_specs(ours, w.AXIS)
+  assert jax.tree.leaves(specs["residual"]) == [P(w.AXIS)]
+  assert jax.tree.leaves(specs["boundaries"]) == [P()]

@@ -1,0 +1,102 @@
+"""Training steps that are traced only: right but for what a test gives; and wrong ones."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import workers as w
+from jax.sharding import PartitionSpec as P
+from workers import AXIS
+
+from exdyna_jax import exdyna, local_params, state_specs
+
+N = 4
+PARAMS = {"w": jnp.zeros((11, 9)), "b": jnp.zeros(())}
+SIZE = 100
+BATCH = jnp.zeros((2 * N, 11))
+
+
+class Misuse(NamedTuple):
+  """A wrong program, and what its user is told."""
+
+  program: Callable
+  error: type[Exception]
+  symptom: str  # the part of the message that docs/troubleshooting.md quotes
+  cure: str  # another part of it
+
+
+def make(density=0.1, axis_name=AXIS, num_workers=N, **options):
+  return exdyna(density, axis_name, num_workers=num_workers, **options)
+
+
+def in_front_of_sgd(*transformations):
+  return optax.chain(*transformations, optax.sgd(0.1))
+
+
+def loss(params, x):
+  return jnp.mean((x @ params["w"] + params["b"]) ** 2)
+
+
+def local_gradients(params, x):
+  return jax.grad(loss)(local_params(params, AXIS), x)
+
+
+def update(tx, grads, state, params):
+  return tx.update(grads, state, params)
+
+
+def train(
+  tx, *, params=PARAMS, state=None, specs=None, out=None, gradients=local_gradients, update=update,
+  check=True,
+):  # fmt: skip
+  """Traces a step of training on N workers, right in everything but what is given."""
+  state = tx.init(params) if state is None else state
+  specs = state_specs(state, AXIS) if specs is None else specs
+
+  def step(params, state, x):
+    updates, state = update(tx, gradients(params, x), state, params)
+    return optax.apply_updates(params, updates), state
+
+  mapped = jax.shard_map(
+    step,
+    mesh=w.mesh_of(N),
+    in_specs=(P(), specs, P(AXIS)),
+    out_specs=(P(), specs if out is None else out),
+    check_vma=check,
+  )
+  return jax.eval_shape(mapped, params, state, BATCH)
+
+
+def on_rows(mapped, state=None):
+  """Traces init, unless there is a state, and update of rows of gradients under vmap or pmap."""
+
+  def step(grads):
+    return make().update(grads, make().init(grads) if state is None else state)
+
+  rows = jax.tree.map(lambda x: jnp.zeros((N, *x.shape)), PARAMS)
+  return jax.eval_shape(mapped(step), rows)
+
+
+def loss_that_is_not_averaged():
+  def step(params, x):
+    return jax.value_and_grad(loss)(local_params(params, AXIS), x)[0]
+
+  mapped = jax.shard_map(step, mesh=w.mesh_of(N), in_specs=(P(), P(AXIS)), out_specs=P())
+  return jax.eval_shape(mapped, PARAMS, BATCH)
+
+
+def state_returned_as_replicated_without_checks():
+  """The step itself succeeds; the next one does not."""
+  params, state = train(make(), out=P(), check=False)
+  return train(make(), params=params, state=state)
+
+
+def state_not_placed_on_an_explicit_mesh():
+  tx, grads = make(), jax.tree.map(lambda x: jnp.zeros((N, *x.shape)), PARAMS)
+  specs = state_specs(tx.init(PARAMS), AXIS)
+  mesh = jax.make_mesh((N,), (AXIS,), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:N])
+  with jax.set_mesh(mesh):
+    mapped = jax.shard_map(tx.update, in_specs=(P(AXIS), specs), out_specs=(P(), specs))
+    return jax.eval_shape(mapped, jax.device_put(grads, P(AXIS)), tx.init(PARAMS))
