@@ -171,6 +171,22 @@ def test_reshard_state_gathers_the_residuals_of_all_processes(undisturbed):
     np.testing.assert_array_equal(held["resharded"], expected)
 
 
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    (["--process-id", "1"], "go together"),
+    (["--density", "2"], "density"),
+    (["--data-dir", "missing"], "missing holds none of"),
+  ],
+)
+def test_bad_argument_gets_one_line_before_anything_starts(arguments, message, capsys):
+  with pytest.raises(SystemExit) as caught:
+    multihost.main(arguments)
+  assert caught.value.code == 2
+  errors = capsys.readouterr().err
+  assert message in errors and len(errors.splitlines()) == 1
+
+
 def test_a_checkpoint_is_neither_overwritten_nor_taken_for_another_training(trainings, killed):
   with pytest.raises(multihost.Refusal, match="holds step 8: add --resume"):
     trainings.emulate(2, "untouched")
