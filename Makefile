@@ -19,13 +19,17 @@ SOURCES := $(shell find exdyna_jax ! -name '*.pyc' ! -name __pycache__)
 .DEFAULT_GOAL := help
 # Two installations at once would disturb each other, whatever -j says.
 .NOTPARALLEL:
-.PHONY: help demo compare test fuzz soak lint format types clean same-python aot-tpu aot-cuda
+.PHONY: help demo demo-multihost compare test fuzz soak lint format types clean same-python
+.PHONY: aot-tpu aot-cuda
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##  */\1	/p' Makefile
 
 demo: $(VENV)/.wheel $(VENV)/.examples  ## train a CNN on MNIST, dense and sparse, on 8 CPU devices
 	$(VENV)/bin/python examples/train_mnist.py $(ARGS)
+
+demo-multihost: $(VENV)/.wheel $(VENV)/.examples  ## the same in 4 processes, which talk as 4 machines would
+	$(VENV)/bin/python examples/launch.py -n 4 -- examples/multihost.py --steps 200 $(ARGS)
 
 compare: $(VENV)/.wheel $(VENV)/.examples  ## compare the sparsifiers: balance, traffic, time, accuracy
 	$(VENV)/bin/python benchmarks/compare.py $(ARGS)
