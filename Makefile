@@ -19,13 +19,17 @@ SOURCES := $(shell find exdyna_jax ! -name '*.pyc' ! -name __pycache__)
 .DEFAULT_GOAL := help
 # Two installations at once would disturb each other, whatever -j says.
 .NOTPARALLEL:
-.PHONY: help demo compare test lint format types clean same-python aot-tpu aot-cuda
+.PHONY: help demo demo-multihost compare test fuzz soak lint format types clean same-python
+.PHONY: aot-tpu aot-cuda
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##  */\1	/p' Makefile
 
 demo: $(VENV)/.wheel $(VENV)/.examples  ## train a CNN on MNIST, dense and sparse, on 8 CPU devices
 	$(VENV)/bin/python examples/train_mnist.py $(ARGS)
+
+demo-multihost: $(VENV)/.wheel $(VENV)/.examples  ## the same in 4 processes, which talk as 4 machines would
+	$(VENV)/bin/python examples/launch.py -n 4 -- examples/multihost.py --steps 200 $(ARGS)
 
 compare: $(VENV)/.wheel $(VENV)/.examples  ## compare the sparsifiers: balance, traffic, time, accuracy
 	$(VENV)/bin/python benchmarks/compare.py $(ARGS)
@@ -34,6 +38,12 @@ compare: $(VENV)/.wheel $(VENV)/.examples  ## compare the sparsifiers: balance, 
 # is the wheel.
 test: $(VENV)/.wheel $(VENV)/.examples $(VENV)/.test  ## run all tests and doctests on the wheel
 	$(VENV)/bin/python -P -m pytest -n $(JOBS) tests --pyargs exdyna_jax $(ARGS)
+
+fuzz: $(VENV)/.wheel $(VENV)/.test  ## check 2,000 random configurations, step by step (nightly)
+	$(VENV)/bin/python tests/fuzz.py $(ARGS)
+
+soak: $(VENV)/.wheel  ## 20,000 steps on 8 CPU devices: memory, compilations, density, agreement
+	$(VENV)/bin/python benchmarks/soak.py $(ARGS)
 
 lint: $(VENV)/.dev  ## check rules and formatting
 	$(VENV)/bin/ruff check .

@@ -39,6 +39,16 @@ class CNN(nn.Module):
     return nn.Dense(mnist_data.NUM_CLASSES)(x)
 
 
+def init(model, tx, mesh, images, seed):
+  """Returns parameters and the state of `tx`, both on the mesh, and the specs of the state."""
+  everywhere = NamedSharding(mesh, P())
+  params = jax.jit(model.init, out_shardings=everywhere)(jax.random.key(seed), images[:1])
+  # The residual differs between the workers, everything else is the same on all of them.
+  specs = state_specs(jax.eval_shape(tx.init, params), AXIS)
+  placements = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+  return params, jax.jit(tx.init, out_shardings=placements)(params), specs
+
+
 def make_train_step(model, tx, mesh, specs):
   """Returns (params, opt_state, images, labels) -> (params, opt_state, loss, stats)."""
 
@@ -66,13 +76,7 @@ def train(name, tx, data, args):
   """Trains with the transformation `tx` from the parameters and batches of `args.seed`."""
   mesh = jax.make_mesh((args.workers,), (AXIS,))
   model = CNN()
-  params = jax.jit(model.init)(jax.random.key(args.seed), data.train_images[:1])
-
-  # The residual differs between the workers, everything else is the same on all of them.
-  specs = state_specs(jax.eval_shape(tx.init, params), AXIS)
-  placements = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-  opt_state = jax.jit(tx.init, out_shardings=placements)(params)
-  params = jax.device_put(params, NamedSharding(mesh, P()))
+  params, opt_state, specs = init(model, tx, mesh, data.train_images, args.seed)
   train_step = make_train_step(model, tx, mesh, specs)
 
   batch_size = args.workers * args.batch

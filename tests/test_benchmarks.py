@@ -9,6 +9,7 @@ import device
 import inputs
 import numpy as np
 import pytest
+import soak
 
 
 def test_control_measures_and_draws(tmp_path, monkeypatch, capsys):
@@ -77,3 +78,24 @@ def test_device_finds_nothing_wrong(tmp_path, monkeypatch):
   device.main()
   rows = json.loads(table.read_text())
   assert rows[0]["wrong"] == 0 and {"select", "step"} <= {row["measure"] for row in rows}
+
+
+def test_soak_finds_nothing_wrong_in_a_few_steps(tmp_path, monkeypatch, capsys):
+  monkeypatch.setattr(soak, "STEPS_PER_CALL", 20)
+  small = {name: (size // 20, scale) for name, (size, scale) in soak.LAYERS.items()}
+  monkeypatch.setattr(soak, "LAYERS", small)
+  monkeypatch.setattr(soak, "SIZE", soak.SIZE // 20)
+  monkeypatch.setattr(soak, "DENSITY", 0.02)
+  table = tmp_path / "rows.json"
+  monkeypatch.setattr("sys.argv", ["soak.py", "--steps", "100", "--json", str(table)])
+  assert soak.main() == 0
+  rows = json.loads(table.read_text())
+  assert [row["steps"] for row in rows] == [40, 60, 80, 100]
+  assert "wrong: nothing" in capsys.readouterr().out
+
+
+def test_soak_says_what_is_wrong():
+  row = {"K/k": 1.0, "in band": 1.0, "residual": 1.0, "memory": 10**9, "arrays": 10**6}
+  assert soak.violations([row] * 5, different=0, compiled=0) == []
+  worse = {"K/k": 0.8, "in band": 0.5, "residual": np.nan, "memory": 2 * 10**9, "arrays": 10**7}
+  assert len(soak.violations([row] * 4 + [worse], different=1, compiled=2)) == 7

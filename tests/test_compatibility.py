@@ -1,4 +1,4 @@
-"""The recipes of docs/compatibility-optax.md run as they stand, one after the other."""
+"""The recipes of docs/recipes/optax.md run as they stand, one after the other."""
 
 import pathlib
 import re
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-DOCS = pathlib.Path(__file__).parent.parent / "docs" / "compatibility-optax.md"
+DOCS = pathlib.Path(__file__).parent.parent / "docs" / "recipes" / "optax.md"
 
 
 @pytest.mark.slow

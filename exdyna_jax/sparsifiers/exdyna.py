@@ -53,15 +53,12 @@ def exdyna(
     u_I = \frac{1}{n} \sum_{r=1}^{n} acc^{(r)}_I, \qquad u_{\bar I} = 0, \qquad
     residual^{(r)} = acc^{(r)} - acc^{(r)}_I
 
-  Chain it in front of an optimizer and call ``update`` inside ``jax.shard_map`` (``jax.pmap`` and
-  ``jax.vmap`` with an axis name work too), with gradients of `local_params`.
+  Call ``update`` inside ``jax.shard_map`` (or pmap, vmap), with gradients of `local_params`.
 
   .. warning::
-    Behind it, the optimizers of optax are at home. In front of it, nothing that has a state (adam,
-    whose moments would differ between workers) or a norm of the global gradient; and neither
-    ``optax.masked`` (what it leaves out is never summed: see ``dense_mask``) nor
-    ``optax.MultiSteps`` (which would send every micro-step) around it. First-moment momentum behind
-    a sparse update costs accuracy; see the README for settings that do not.
+    Optimizers belong behind it; in front of it, a state (adam's moments) would differ between
+    workers. Not around it: ``optax.masked`` (see ``dense_mask``), ``optax.MultiSteps``.
+    First-moment momentum behind sparse updates costs accuracy: see the README.
 
   Args:
     density: share of the N elements to send per step, in (0, 1]; ``k = max(1, int(density * N))``.
@@ -71,29 +68,25 @@ def exdyna(
     num_workers: their number n. Needed only where ``init`` runs outside of the mapped function and
       without ``jax.set_mesh``; default None.
     threshold: how the threshold follows the density. ``"secant"``: from the counts at a few levels
-      around it to the next one; they travel with the indices. ``"in_step"``: from the same counts
-      to this step's own threshold; closer, for one small all-reduce more. Both search for the exact
-      threshold where they do not know it: in the first step, and where the gradients jump.
-      ``"paper"``: the original's fixed factors, from ``1 / (2 sqrt(k))``; a worker that finds
-      nothing sends one index.
+      around it to the next one; they travel with the indices. ``"in_step"``: to this step's own,
+      closer, for one small all-reduce more. Both search for the exact threshold in the first step
+      and where the gradients jump. ``"paper"``: the original's fixed factors, from ``1 / (2
+      sqrt(k))``; a worker that finds nothing sends one index.
     partition: how partitions follow the load. ``"balanced"``: equal shares of a moving average of
       the picks per block. ``"paper"``: the original's, one block at a time between neighbours.
     initial_threshold: the first threshold, positive; None lets the ``threshold`` rule find it.
-    num_blocks: about how many blocks to cut the vector into; partitions are runs of blocks. 1024 is
-      the original's number.
-    capacity_factor: each worker sends at most ``ceil(capacity_factor * k / n)`` indices; an even
-      stride of its picks, another one in each step, where there are more. None: all picks are sent,
-      in as many further messages as the largest count needs.
-    residual_dtype: dtype of the residual and of all sums, at least 16 bits. In bfloat16, small
-      gradients get lost; wider gradients are rounded to it.
+    num_blocks: how many blocks to cut the vector into, at most; partitions are runs of blocks.
+    capacity_factor: each worker sends at most ``ceil(capacity_factor * k / n)`` indices, another
+      even stride of its picks in each step. None: all, in as many messages as that takes.
+    residual_dtype: of the residual and all sums, 16 bits or more; in bfloat16, small ones get lost.
     nonfinite: ``"skip"``: when any worker's gradients hold a NaN or Inf, all workers return a zero
       update, keep their state and count ``stats.skipped``; sums too large for their dtype stay at
       its largest number. ``"propagate"``: no check.
-    dense_mask: leaves to be averaged densely in the same step, by one more all-reduce: a tree of
-      bools like the parameters (or their upper part), or a function that makes one of the tree.
-      True: dense. N, k and the statistics but ``bytes_sent`` are those of the other leaves.
-    max_consecutive_skips: at least 1; when more steps in a row are skipped, the update is NaN, so
-      that nobody waits for a training that stands still. None: no limit.
+    dense_mask: leaves to be averaged densely, by one more all-reduce: a tree of bools like the
+      parameters (or their upper part), or a function that makes one. N, k and the statistics but
+      ``bytes_sent`` are those of the other leaves. None: no leaf is.
+    max_consecutive_skips: at least 1; when more steps in a row are skipped, the update is NaN, and
+      shows that training stands still. None: no limit.
     wire_dtype: ``jnp.bfloat16`` or ``jnp.float16``: values travel in 16 bits, half the bytes, and
       rounding errors wait in the residuals; sums are made in ``residual_dtype``. None: in full.
     link: the network as a `Link`, by which values take the fastest way: an all-reduce, or fewer
@@ -104,9 +97,8 @@ def exdyna(
     the same on all workers. Its state is a `State`; ``get_stats`` reads what the last step did.
 
   Raises:
-    TypeError, ValueError: an argument is out of range (at once), or ``init`` or ``update`` is
-      called with complex leaves, more than 2**31 - 2 elements, an unbound axis, gradients that
-      are already summed, or another model's or mesh's state (at trace time).
+    TypeError, ValueError: an argument is out of range (at once); complex leaves, over 2**31 - 2
+      elements, an unbound axis, gradients already summed, another model's state (when traced).
 
   Example:
     >>> import jax, jax.numpy as jnp
