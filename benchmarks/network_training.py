@@ -24,7 +24,7 @@ import mnist_data
 
 PIXELS = 28 * 28
 BATCH = 32  # images per worker and step
-DENSITY = 0.01
+DENSITY = 0.02
 LEARNING_RATE = 1e-3
 ACCURACY = 0.9  # of the test images
 EVERY = 5  # steps between two looks at them

@@ -50,7 +50,7 @@ def _share(text: str) -> float:
 
 def _count(text: str) -> int:
   value = float(text)  # 11e6 is how people write it
-  if value != int(value) or not 1 <= value <= MAX_SIZE:
+  if not 1 <= value <= MAX_SIZE or value != int(value):
     raise argparse.ArgumentTypeError(f"must be a whole number in 1..{MAX_SIZE}, got {text}")
   return int(value)
 

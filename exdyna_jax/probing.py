@@ -24,10 +24,12 @@ from .values import Link
 
 AXIS = "workers"
 # Networks let a burst pass at full speed, so messages must be long, and follow each other closely.
-LONG = 2**16  # float32 items of a message, at least
+LONG = 2**16  # float32 items, at least
 LONGEST = 2**24
 GROWTH = 4
-MOSTLY_TRANSFER = 4.0  # times the latency
+MOSTLY_TRANSFER = 5.0  # times what a short one takes
+SHORT = 2**10  # items: about what exdyna sends; shorter ones may take other ways
+LEAST = 0.01
 LONG_REPEATS = 5
 WARM_UP = 12  # steps until the threshold has settled
 GRADIENTS = 3  # in turn: with one, the residual grows alike everywhere
@@ -42,10 +44,11 @@ def make_mesh(devices: Any = None) -> Mesh:
 
 def place(mesh: Mesh, items: int, row: Callable[[int], Any]) -> jax.Array:
   """``row(r)``, ``[items]``, on each worker r: a global array ``[n * items]``."""
-  sharding = NamedSharding(mesh, P(AXIS))
-  return jax.make_array_from_callback(
-    (mesh.size * items,), sharding, lambda where: np.asarray(row((where[0].start or 0) // items))
-  )
+
+  def part(where: Any) -> np.ndarray:
+    return np.asarray(row((where[0].start or 0) // items))
+
+  return jax.make_array_from_callback((mesh.size * items,), NamedSharding(mesh, P(AXIS)), part)
 
 
 def mean_of(mesh: Mesh, value: float) -> float:
@@ -93,22 +96,26 @@ def measure_link(mesh: Mesh, repeats: int = 20) -> Link:
     for name, (run, out) in _COLLECTIVES.items()
   }
 
-  def seconds(items, repeats):
+  def measured(items, repeats):
+    """Bytes and seconds of all of them together, with messages of ``items``."""
     x = place(mesh, items, lambda r: np.ones(items, np.float32))
-    times = {name: median_seconds(functools.partial(run, x), repeats) for name, run in runs.items()}
-    return {name: mean_of(mesh, value) for name, value in times.items()}
+    took = [median_seconds(functools.partial(run, x), repeats) for run in runs.values()]
+    return sum(_bytes(name, n, items) for name in runs), mean_of(mesh, sum(took))
 
-  short = seconds(n, repeats)
-  latency = sum(short.values()) / sum(_hops(name, n) for name in short)
-  items = n * math.ceil(LONG / n)
-  while True:
-    took = seconds(items, LONG_REPEATS)
-    transfer = sum(took.values()) - sum(short.values())
-    if transfer > MOSTLY_TRANSFER * sum(short.values()) or items * GROWTH > LONGEST:
-      break
+  def multiple(items):
+    return n * math.ceil(items / n)
+
+  hops = sum(_hops(name, n) for name in runs)
+  short_bytes, short = measured(multiple(SHORT), repeats)
+  items = multiple(LONG)
+  long_bytes, long = measured(items, LONG_REPEATS)
+  while long < MOSTLY_TRANSFER * short and items * GROWTH <= LONGEST:
     items *= GROWTH
-  bandwidth = sum(_bytes(name, n, items) for name in took) / max(transfer, 1e-9)
-  return Link(latency * 1e6, bandwidth * 8 / 1e9)
+    long_bytes, long = measured(items, LONG_REPEATS)
+  # Two points of a line. Noise must not make either of the two negative.
+  per_byte = max(long - short, LEAST * long) / (long_bytes - short_bytes)
+  latency = max(short - short_bytes * per_byte, LEAST * short) / hops
+  return Link(latency * 1e6, 8 / per_byte / 1e9)
 
 
 def measure_local(mesh: Mesh, params: int, density: float, repeats: int = 10) -> float:
