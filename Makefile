@@ -34,6 +34,10 @@ demo-multihost: $(VENV)/.wheel $(VENV)/.examples  ## the same in 4 processes, wh
 compare: $(VENV)/.wheel $(VENV)/.examples  ## compare the sparsifiers: balance, traffic, time, accuracy
 	$(VENV)/bin/python benchmarks/compare.py $(ARGS)
 
+# Root, as network namespaces need it; elsewhere it says so and does nothing.
+network: $(VENV)/.wheel $(VENV)/.examples  ## time exchanges and training between hosts with slow links
+	$(VENV)/bin/python benchmarks/network.py $(ARGS)
+
 # -P and pytest's settings keep the source tree off sys.path: what is tested, doctests included,
 # is the wheel.
 test: $(VENV)/.wheel $(VENV)/.examples $(VENV)/.test  ## run all tests and doctests on the wheel

@@ -25,8 +25,9 @@ def pack(numbers: jax.Array) -> jax.Array:
 def unpack(words: jax.Array, count: int) -> jax.Array:
   """Inverse of `pack` along the last dimension: uint16 ``[..., count]``."""
   word = lax.bitcast_convert_type(words, jnp.uint32)
-  halves = [word & LOW, word >> HALF]
-  return jnp.concatenate(halves, axis=-1)[..., :count].astype(jnp.uint16)
+  # The barrier: XLA for CPUs would ask for each number of which half it is.
+  halves = lax.optimization_barrier([(x & LOW).astype(jnp.uint16) for x in (word, word >> HALF)])
+  return jnp.concatenate(halves, axis=-1)[..., :count]
 
 
 def packed_length(count: int) -> int:

@@ -1,0 +1,127 @@
+"""How long the exchange of a step takes on a network: dense, Top-k and exdyna, side by side.
+
+All by the cost of a collective as in `values`: hops times latency, plus bytes over bandwidth. What
+a worker computes for itself comes on top.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from . import exchange, values
+from .density import target_count
+from .packing import encoded_length
+from .threshold import LADDER, sample_every
+from .values import Link, Wire
+
+CAPACITY_FACTOR = 1.25  # exdyna's default
+FULL, HALF = 4, 2  # bytes of a value
+INDEX = 4
+
+DENSE, DENSE_16, TOP_K = "dense, float32", "dense, 16 bits", "top_k"
+EXDYNA, EXDYNA_16 = "exdyna", "exdyna, bfloat16 values"
+
+# Below so many steps times density, most coordinates are never sent, or too rarely to be trained.
+FEW_VISITS = 2.0
+# 16-bit values are advised where they save more than this.
+WORTHWHILE = 1.1
+
+
+class Cost(NamedTuple):
+  """The exchange of one step."""
+
+  num_bytes: float  # that each worker sends
+  seconds: float
+
+
+def predict(params: int, density: float, num_workers: int, link: Link) -> dict[str, Cost]:
+  """What the exchange of one step costs, for each way to do it.
+
+  Args:
+    params: number of parameters N.
+    density: share of them to be sent, in (0, 1]; with Top-k, by each worker.
+    num_workers: their number n.
+    link: the network between them.
+
+  Returns:
+    By name: the dense mean in 32 and in 16 bits; Top-k, which gathers indices and values of all
+    workers in one message; exdyna, with values in 32 and in 16 bits.
+
+  Example:
+    >>> costs = predict(10_000_000, 0.001, 4, Link(latency_us=500.0, bandwidth_gbit=1.0))
+    >>> for name, cost in costs.items():
+    ...   print(f"{name:23} {cost.num_bytes:10.0f} bytes {1e3 * cost.seconds:5.1f} ms")
+    dense, float32            60000000 bytes 483.0 ms
+    dense, 16 bits            30000000 bytes 242.0 ms
+    top_k                       240000 bytes   3.4 ms
+    exdyna                       96504 bytes   4.3 ms
+    exdyna, bfloat16 values      59004 bytes   4.0 ms
+  """
+  n, k = num_workers, target_count(density, params)
+  slots = exchange.capacity_of(k, params, n, CAPACITY_FACTOR)
+  header = exchange.HEADER + len(LADDER) + (sample_every(params // n) > 1)
+  items = exchange.padded_length(header + encoded_length(slots, params))
+  indices = _gather(n, items * INDEX, link)
+  full, half = Wire(None, link), Wire(jnp.bfloat16, link)
+  return {
+    DENSE: _sum("psum", n, params, FULL, link),
+    DENSE_16: _sum(values.choose(half, n, params, FULL), n, params, HALF, link),
+    TOP_K: _gather(n, k * (INDEX + FULL), link),
+    EXDYNA: _both(indices, _sum(values.choose(full, n, n * slots, FULL), n, n * slots, FULL, link)),
+    EXDYNA_16: _both(
+      indices, _sum(values.choose(half, n, n * slots, FULL), n, n * slots, HALF, link)
+    ),
+  }
+
+
+def recommend(costs: dict[str, Cost], density: float, link: Link, local: float = 0.0) -> str:
+  """One line: what to use.
+
+  Args:
+    costs: from `predict`.
+    density: as given to it.
+    link: as given to it.
+    local: seconds that exdyna takes besides the exchange, in each step.
+  """
+  full, half = (costs[name].seconds + local for name in (EXDYNA, EXDYNA_16))
+  is_half = full > WORTHWHILE * half
+  sparse = half if is_half else full
+  dense, dense_16 = costs[DENSE].seconds, costs[DENSE_16].seconds
+  if min(dense, dense_16) <= sparse:
+    best = DENSE if dense <= dense_16 else DENSE_16
+    return (
+      f"dense is faster here: {best}, takes {1e3 * min(dense, dense_16):.3g} ms a step, exdyna"
+      f" {1e3 * sparse:.3g} ms."
+    )
+  latency, bandwidth = (f"{x:.3g}" for x in link)
+  dtype = "wire_dtype=jnp.bfloat16, " if is_half else ""
+  return (
+    f"exdyna is {dense / sparse:.3g} times faster than dense float32, and {dense_16 / sparse:.3g}"
+    f" times than dense in 16 bits: exdyna({density:g}, axis_name, {dtype}"
+    f"link=Link(latency_us={latency}, bandwidth_gbit={bandwidth}))"
+  )
+
+
+def warning(density: float, steps: int) -> str | None:
+  """What to say about a density that is too low for so many steps; None: nothing."""
+  if steps * density >= FEW_VISITS:
+    return None
+  return (
+    f"{steps} steps at density {density:g} send a coordinate {steps * density:.2g} times on"
+    f" average, and most never. Below about {FEW_VISITS:g}, accuracy suffers: take a density of"
+    f" {min(FEW_VISITS / steps, 1):.2g}, or more steps."
+  )
+
+
+def _gather(num_workers, item_bytes, link):
+  num_bytes = exchange.all_gather_bytes(num_workers, 1, item_bytes)
+  return Cost(num_bytes, values.seconds(values.hops("gather", num_workers), num_bytes, link))
+
+
+def _sum(way, num_workers, count, item_bytes, link):
+  num_bytes = values.value_bytes(way, num_workers, count, item_bytes)
+  return Cost(num_bytes, values.seconds(values.hops(way, num_workers), num_bytes, link))
+
+
+def _both(first, second):
+  return Cost(first.num_bytes + second.num_bytes, first.seconds + second.seconds)
