@@ -145,7 +145,7 @@ MISUSES = {
       state=make().init(PARAMS)._asdict(),
       specs=state_specs(make().init(PARAMS), AXIS)._asdict(),
     ),
-    TypeError, NO_STATE, "jax.tree.unflatten(jax.tree.structure(tx.init(params)), leaves)",
+    TypeError, NO_STATE, "restore into the structure of init, target = jax.eval_shape(tx.init",
   ),
   "state not placed on an explicit mesh": Misuse(
     state_not_placed_on_an_explicit_mesh,

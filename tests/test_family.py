@@ -65,13 +65,14 @@ def test_hard_threshold():
 
 def test_sage():
   def picks(t, acc, before, after):
-    thresholds, means = after.memory
+    thresholds, means = (known.values for known in after.memory)
+    before = before.memory
     magnitudes = np.abs(acc)
     # 224 elements of each worker are sampled.
     error = magnitudes.std(axis=1) / np.sqrt(SIZE / (1 + oracle.SAGE_RATE * SIZE))
     assert (np.abs(means - magnitudes.mean(axis=1)) < 5 * error).all() and len(set(means)) > 1
     if t:
-      rows = zip(acc, before.memory.thresholds, means, before.memory.means, strict=True)
+      rows = zip(acc, before.thresholds.values, means, before.means.values, strict=True)
       expected = [oracle.sage_threshold(*row, K / SIZE) for row in rows]
     else:
       expected = np.full(N_WORKERS, 1 / (2 * np.sqrt(K)))
@@ -98,8 +99,8 @@ def test_sage_forgets_a_sample_of_nan():
   state = workers.init(PARAMS)
   _, state = workers.step(state, gradients(0, N_WORKERS))
   _, after = workers.step(state, gradients(1, N_WORKERS, np.nan))
-  np.testing.assert_array_equal(after.memory.means, state.memory.means)
-  assert np.isfinite(after.memory.thresholds).all() and np.isfinite(after.threshold).all()
+  np.testing.assert_array_equal(after.memory.means.values, state.memory.means.values)
+  assert np.isfinite(after.memory.thresholds.values).all() and np.isfinite(after.threshold).all()
 
 
 @pytest.mark.parametrize("fit", ["exponential", "generalized_pareto"])

@@ -95,8 +95,9 @@ def state_returned_as_replicated_without_checks():
 
 def state_not_placed_on_an_explicit_mesh():
   tx, grads = make(), jax.tree.map(lambda x: jnp.zeros((N, *x.shape)), PARAMS)
-  specs = state_specs(tx.init(PARAMS), AXIS)
+  state = tx.init(PARAMS)  # not under jax.set_mesh, where init places the residual
+  specs = state_specs(state, AXIS)
   mesh = jax.make_mesh((N,), (AXIS,), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:N])
   with jax.set_mesh(mesh):
     mapped = jax.shard_map(tx.update, in_specs=(P(AXIS), specs), out_specs=(P(), specs))
-    return jax.eval_shape(mapped, jax.device_put(grads, P(AXIS)), tx.init(PARAMS))
+    return jax.eval_shape(mapped, jax.device_put(grads, P(AXIS)), state)
