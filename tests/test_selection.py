@@ -33,7 +33,7 @@ def expected(acc, start, end, threshold, capacity):
   return slots, len(hits)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
   size=st.sampled_from(SIZES),
   ends=st.tuples(st.floats(0, 1), st.floats(0, 1)),
@@ -88,7 +88,7 @@ def test_narrow_accumulators_are_compared_in_float32(dtype):
   assert count == 2 and got.tolist() == [1, 2, 3, 3]
 
 
-@settings(max_examples=300)
+@settings(max_examples=80)
 @given(
   capacity=st.sampled_from([1, 3, 7, 1000, 65537]),
   count=st.integers(0, 2**31 - 2),
@@ -114,7 +114,7 @@ def test_strides_reach_every_hit():
   assert len(np.unique(sent)) == count
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(a=st.integers(0, 2**31 - 1), b=st.integers(0, 2**31 - 1), c=st.integers(1, 2**20))
 def test_mul_div_is_exact(a, b, c):
   b = min(b, (2**31 - 1) * c // max(a, 1) // 2)  # the quotient must be an int32

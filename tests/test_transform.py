@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from exdyna_jax import dense, exdyna, get_stats, state_specs
 
 
-@settings(max_examples=36)
+@settings(max_examples=24)
 @given(
   rules=st.sampled_from(RULES),
   tree=st.sampled_from(sorted(TREES)),
