@@ -50,9 +50,11 @@ def on_hosts(network, rate, task, **arguments):
 
 def be_a_host(job, address, number, host):
   """The other side of `on_hosts`."""
+  # One core each, before JAX makes its threads: they would wait for those of other hosts.
+  cores = sorted(os.sched_getaffinity(0))
+  os.sched_setaffinity(0, {cores[int(host) % len(cores)]})
   import jax
 
-  jax.config.update("jax_cpu_enable_async_dispatch", False)
   jax.distributed.initialize(address, int(number), int(host))
   import exchanges
   import network_training

@@ -38,10 +38,16 @@ def _picture(rows, column, label):
         continue
       x = group + (place - (len(names) - 1) / 2) * width
       bar = axes.bar(x, value, width, color=COLOURS[name], label=name if group == 0 else None)
-      axes.bar_label(bar, [f"{value:.3g}"], rotation=90, padding=3, fontsize=8)
+      axes.bar_label(
+        bar,
+        [f"{value:.0f}" if value >= 100 else f"{value:.2g}"],
+        rotation=90,
+        padding=3,
+        fontsize=8,
+      )
   axes.set(yscale="log", ylabel=label)
   axes.set_xticks(range(len(groups)), [f"{link}\nN = {size:.0e}" for link, size in groups])
-  axes.margins(y=0.15)
+  axes.margins(y=0.2)
   axes.grid(axis="y", alpha=0.3)
   figure.legend(loc="outside upper center", ncols=3, frameon=False)
   return figure

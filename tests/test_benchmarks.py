@@ -7,6 +7,8 @@ import compare
 import control
 import device
 import inputs
+import network
+import network_pictures
 import numpy as np
 import pytest
 import soak
@@ -99,3 +101,23 @@ def test_soak_says_what_is_wrong():
   assert soak.violations([row] * 5, different=0, compiled=0) == []
   worse = {"K/k": 0.8, "in band": 0.5, "residual": np.nan, "memory": 2 * 10**9, "arrays": 10**7}
   assert len(soak.violations([row] * 4 + [worse], different=1, compiled=2)) == 7
+
+
+def test_network_says_why_it_measures_nothing(monkeypatch, capsys):
+  monkeypatch.setattr(network.hosts.os, "geteuid", lambda: 1000)
+  network.main(["--quick"])
+  assert "skipped: network namespaces need" in capsys.readouterr().out
+
+
+def test_network_draws_what_was_measured(tmp_path):
+  row = {"link": "1gbit", "N": 10**6}
+  exchanges = [
+    {**row, "contestant": "exdyna", "ms": 2.0},
+    {**row, "contestant": "top_k", "ms": 3.0},
+  ]
+  training = [{**row, "contestant": "exdyna", "to accuracy, s": None}]  # has not got there
+  network_pictures.draw({"exchange": exchanges, "training": training}, tmp_path)
+  assert {path.name for path in tmp_path.iterdir()} == {
+    "network-exchange.png",
+    "network-training.png",
+  }
