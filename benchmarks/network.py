@@ -12,9 +12,9 @@ Exchange: for each link and vector of N elements, density 0.001
 - predicted ms: what `python -m exdyna_jax.advise` says, from latency and bandwidth as it measures
   them on the same link
 
-Training: a perceptron with about N parameters on MNIST, exdyna with density 0.01. Steps to an
-accuracy of 0.9 are counted once, for links do not change them; the time of a step is measured on
-each link, and the time to accuracy is their product.
+Training: a perceptron with about N parameters on MNIST; exdyna with density 0.02 and values in 16
+bits. Steps to an accuracy of 0.9 are counted once, for links do not change them; the time of a step
+is measured on each link, and the time to accuracy is their product.
 
 Run me: python benchmarks/network.py [--json FILE] [--out FOLDER] [--only exchange|training]
 [--rates 100mbit 1gbit unlimited] [--sizes 1e6 1e7] [--quick]

@@ -54,8 +54,8 @@ def predict(params: int, density: float, num_workers: int, link: Link) -> dict[s
     dense, float32            60000000 bytes 483.0 ms
     dense, 16 bits            30000000 bytes 242.0 ms
     top_k                       240000 bytes   3.4 ms
-    exdyna                       96504 bytes   4.3 ms
-    exdyna, bfloat16 values      59004 bytes   4.0 ms
+    exdyna                       96528 bytes   4.3 ms
+    exdyna, bfloat16 values      96504 bytes   3.8 ms
   """
   n, k = num_workers, target_count(density, params)
   slots = exchange.capacity_of(k, params, n, CAPACITY_FACTOR)
