@@ -27,7 +27,9 @@ def split(tree: Any, dense_mask: Any) -> tuple[Any, Any]:
   if dense_mask is None or not jax.tree.leaves(tree):
     return tree, jax.tree.map(lambda _: None, tree)
   # A model that is a tree of bools may be callable too.
-  is_function = callable(dense_mask) and jax.tree.leaves(dense_mask) == [dense_mask]
+  leaves = jax.tree.leaves(dense_mask)
+  is_tree = len(leaves) > 0 and all(isinstance(leaf, (bool, np.bool_)) for leaf in leaves)
+  is_function = callable(dense_mask) and not is_tree
   mask = dense_mask(tree) if is_function else dense_mask
   for path, leaf in jax.tree_util.tree_leaves_with_path(mask):
     if not isinstance(leaf, (bool, np.bool_)):

@@ -12,6 +12,7 @@ from .partition import balanced_boundaries, equal_boundaries
 from .state import PerWorker, State, empty_stats, is_state
 
 
+@checks.default_promotion
 def reshard_state(tree: Any, num_workers: int) -> Any:
   r"""The same state for another number of workers: what waits to be sent is kept.
 

@@ -156,7 +156,8 @@ def sparsifier(
       sums, kept = values.sum_values(mine.astype(wide), wire, axis_name, n)
       update = update.at[indices].set(flat.cast(sums / n, wide, saturate=skip), mode="drop")
       seen = jax.tree.map(jnp.add, seen, algorithm.observe(indices, size, n))
-      return _leave(residual, indices, mine, kept), update, seen, chosen
+      left = None if kept is None else flat.cast(kept, residual.dtype, saturate=skip)
+      return _leave(residual, indices, mine, left), update, seen, chosen
 
     nothing_seen = jax.tree.map(jnp.zeros_like, algorithm.observe(slots[:0], size, n))
     # Which elements are sent, where their number does not follow from the counts.

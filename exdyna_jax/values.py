@@ -59,7 +59,8 @@ def check_wire(wire_dtype: Any, link: Any) -> Wire:
         f"link must be exdyna_jax.Link(latency_us=..., bandwidth_gbit=...) or None, got {link!r}."
       )
     for name, value in link._asdict().items():
-      checks.check_positive(f"link.{name}", value, "not given")
+      if checks.check_positive(f"link.{name}", value, "not given") is None:
+        raise ValueError(f"link.{name} must be a positive number, got None.")
   return Wire(wire_dtype, link)
 
 
@@ -73,6 +74,8 @@ def value_bytes(way: str, num_workers: int, count: int, item_bytes: int) -> floa
   """Bytes that each worker sends for the sums of ``count`` values."""
   n = num_workers
   if way == "gather":
+    if item_bytes == 2:
+      count = 2 * packing.packed_length(count)
     return float((n - 1) * count * item_bytes)
   if way == "scatter":
     count = n * _part(count, n)
@@ -164,6 +167,8 @@ def _rounded(values: jax.Array, dtype: Any) -> tuple[jax.Array, Any]:
   # What is too large for 16 bits is sent in parts; what is not finite as it is, at once.
   finite = jnp.isfinite(values)
   sent = jnp.where(finite, cast(values, dtype, saturate=True), values.astype(dtype))
+  # The barrier keeps XLA from taking the number that was sent for the one in full precision.
+  sent = lax.optimization_barrier(sent)
   return sent, jnp.where(finite, values - sent.astype(values.dtype), 0)
 
 

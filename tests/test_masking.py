@@ -24,7 +24,10 @@ def small(tree):
   return jax.tree.map(lambda x: x.ndim < 2, tree)
 
 
-@pytest.mark.parametrize("mask", [small, small(TREE), {"w": False, "b": True, "n": True}])
+@pytest.mark.parametrize(
+  "mask",
+  [small, jax.tree_util.Partial(small), small(TREE), {"w": False, "b": True, "n": True}],
+)
 def test_split_and_merge(mask):
   sparse, dense = masking.split(TREE, mask)
   assert [x.shape for x in jax.tree.leaves(sparse)] == [(8, 8)]

@@ -85,6 +85,12 @@ def test_a_whole_optimizer_state_and_its_counters():
   assert get_stats(new).counts.shape == (3,)
 
 
+def test_strict_promotion_is_for_the_users_code():
+  state = exdyna(0.5, w.AXIS, num_workers=4).init(jnp.zeros(64))
+  with jax.numpy_dtype_promotion("strict"):
+    assert len(reshard_state(state, 2).boundaries) == 3
+
+
 def test_half_precision_stays_half_precision():
   tx = exdyna(0.1, w.AXIS, num_workers=3, residual_dtype=jnp.bfloat16)
   state = tx.init(jnp.zeros(8))

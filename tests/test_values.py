@@ -86,6 +86,16 @@ def test_the_books_balance(n, count, link, dtype):
   np.testing.assert_allclose(total, rows.astype(np.float64).sum(axis=0), rtol=1e-5, atol=1e-5)
 
 
+def test_a_residual_of_16_bits_stays_finite():
+  """The error of a sum that is too large for 16 bits is more than one residual can hold."""
+  n, size = 3, 40
+  options = {"wire_dtype": jnp.float16, "residual_dtype": jnp.float16}
+  workers = stepper("vmap", n, size, **options)
+  grads = jnp.full((n, size), 6e4)
+  _, state = workers.step(workers.init(jnp.zeros(size)), grads)
+  assert np.isfinite(state.residual).all() and w.stats_of(workers, state).selected > 0
+
+
 def test_what_is_not_finite_is_sent_and_leaves_nothing():
   rows = np.array([[np.inf, np.nan, 1.0], [1.0, 1.0, np.inf]], np.float32)
   sums, kept = on_workers(rows, Wire(jnp.bfloat16))
@@ -163,6 +173,7 @@ def test_packed_indices_change_nothing_but_the_bytes():
     ({"wire_dtype": jnp.float32}, TypeError, "wire_dtype must be a float of 16 bits.*float32"),
     ({"wire_dtype": jnp.int8}, TypeError, "wire_dtype must be a floating-point dtype"),
     ({"link": (100, 1)}, TypeError, r"link must be exdyna_jax.Link\(.*got \(100, 1\)"),
+    ({"link": Link(None, 1)}, ValueError, "link.latency_us must be a positive number, got None"),
     ({"link": Link(0, 1)}, ValueError, "link.latency_us must be positive.*got 0"),
   ],
 )

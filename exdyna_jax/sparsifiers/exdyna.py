@@ -88,7 +88,7 @@ def exdyna(
     max_consecutive_skips: at least 1; when more steps in a row are skipped, the update is NaN, and
       shows that training stands still. None: no limit.
     wire_dtype: ``jnp.bfloat16`` or ``jnp.float16``: values travel in 16 bits, half the bytes, and
-      rounding errors wait in the residuals; sums are made in ``residual_dtype``. None: in full.
+      rounding errors wait in the residuals (of 32 bits: exactly). None: in full.
     link: the network as a `Link`, by which values take the fastest way: an all-reduce, or fewer
       hops for more bytes. ``python -m exdyna_jax.advise`` measures it. None: the fewest bytes.
 
