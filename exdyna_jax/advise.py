@@ -152,6 +152,14 @@ def _report(args: argparse.Namespace, workers: int, link: Link, local: float | N
   for name, cost in costs.items():
     lines.append(f"{name:24}{cost.num_bytes:18,.0f}{1e3 * cost.seconds:10.3g}")
   lines.append("\n" + planning.recommend(costs, args.density, link, local or 0.0))
+  if local is None:
+    lines.append(
+      "Selection and copies on the worker, which cost exdyna and Top-k time, are left out."
+    )
+  if costs[planning.TOP_K].seconds < min(
+    costs[name].seconds for name in (planning.EXDYNA, planning.EXDYNA_16)
+  ):
+    lines.append("Top-k's single message is faster than exdyna's exchange here; its sort is not.")
   warning = args.steps and planning.warning(args.density, args.steps)
   return "\n".join([*lines, f"Warning: {warning}"] if warning else lines)
 
