@@ -133,6 +133,7 @@ def prepare(seed):
   options = draw_options(rng, name, params)
   if "threshold" in options and name == "hard_threshold" and rng.random() < 0.3:
     density, schedule = None, None
+    options.pop("capacity_factor", None)  # which would follow from the density
   flags = (False,) * len(jax.tree.leaves(params))
   if name != "dense" and rng.random() < 0.3 and (drawn := draw_mask(rng, params)):
     options["dense_mask"], flags = drawn
