@@ -142,7 +142,7 @@ def check_rules(got, before, reference, rules, positive, all_wanted):
   assert (lengths >= (1 if num_blocks >= len(lengths) and partition != "paper" else 0)).all()
   assert np.isfinite(got.threshold) and (got.threshold > 0 if positive else got.threshold >= 0)
   if threshold == "paper":
-    # Where everything is wanted, the threshold is only put aside, and the reference does not see it.
+    # Where everything is wanted, it is put aside, which the reference does not see.
     assert got.stats.threshold_used == (0 if all_wanted else before.threshold)
     if not all_wanted:
       np.testing.assert_allclose(got.threshold, reference.threshold, rtol=ROUNDING)
