@@ -67,7 +67,7 @@ def sparse(wire, n, vector, indices, sums):
 def contestants(mesh, size, density, link):
   """Name -> a function that does one exchange."""
   n, k = mesh.size, target_count(density, size)
-  slots = exchange.capacity_of(k, size, n, planning.CAPACITY_FACTOR)
+  slots = exchange.capacity_of(k, size, n, exchange.CAPACITY_FACTOR)
 
   def own(rank):  # of k / n picks in the own part of the vector
     picks = np.random.default_rng(rank).choice(size // n, k // n, replace=False)

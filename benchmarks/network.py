@@ -109,16 +109,19 @@ def with_ratios(rows, column):
   return rows
 
 
+def number(text):
+  """1e6 is how people write it."""
+  return int(float(text))
+
+
 def parse(argv):
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  size = lambda text: int(float(text))  # noqa: E731
-  size.__name__ = "number"
   add = parser.add_argument
   add("--json", type=pathlib.Path, help="write the rows here")
   add("--out", type=pathlib.Path, help="draw pictures in this folder")
   add("--only", choices=("exchange", "training"), help="half of it")
   add("--rates", nargs="+", default=RATES, help="of the links, as tc has them, or unlimited")
-  add("--sizes", nargs="+", type=size, default=SIZES, help="numbers of elements N")
+  add("--sizes", nargs="+", type=number, default=SIZES, help="numbers of elements N")
   add("--quick", action="store_true", help="few repetitions, training of the first size only")
   return parser.parse_args(argv)
 

@@ -24,9 +24,7 @@ class Selection(NamedTuple):
   threshold: jax.Array | None
   # int32 [m], the algorithm's own numbers, for `Algorithm.adapt`
   signal: jax.Array | np.ndarray = NO_SIGNAL
-  sums: int = 0  # Whether `take` returns ascending indices, as messages have them.
-  ascending: bool = True
-  # how many numbers were summed over the workers in order to select
+  sums: int = 0  # how many numbers were summed over the workers in order to select
 
 
 class Outcome(NamedTuple):

@@ -71,14 +71,15 @@ def check_seed(name: str, value: Any) -> int:
   return check_integer(name, value, *SEEDS)
 
 
-def check_positive(name: str, value: Any, otherwise: str) -> float | None:
-  """``value`` as a float; raises unless it is None (``otherwise``) or positive and finite."""
-  if value is None:
+def check_positive(name: str, value: Any, otherwise: str = "") -> float | None:
+  """``value`` as a float; raises unless it is positive and finite, or None if ``otherwise``."""
+  if value is None and otherwise:
     return None
-  check_type(name, value, numbers.Real, f"a Python number or None ({otherwise})")
+  none = f" or None ({otherwise})" if otherwise else ""
+  check_type(name, value, numbers.Real, f"a Python number{none}")
   number = as_float(value)
   if not 0 < number < math.inf:
-    raise ValueError(f"{name} must be positive and finite, or None ({otherwise}), got {number!r}.")
+    raise ValueError(f"{name} must be positive and finite{none and ','}{none}, got {number!r}.")
   return number
 
 

@@ -19,11 +19,14 @@ from jax import lax
 from .density import Density, target_at, target_count
 from .flat import MAX_SIZE
 from .packing import decode, encode, encoded_length
-from .values import Wire, sent_bytes
+from .values import Wire, traffic
 from .varying import AxisName, all_gather
 
 ITEM_BYTES = 4  # header entries and indices
 HEADER = 2  # this worker's count, and whether its accumulator is finite
+
+# How many times its share a worker may send, unless the user says otherwise.
+CAPACITY_FACTOR = 1.25
 
 # XLA for TPUs gathers messages of whole vectors of 128 numbers; others it adds up instead, zeros
 # included, at twice the bytes (`make aot-tpu` shows it). Short ones are not worth the padding.
@@ -193,7 +196,7 @@ def message_bytes(
   n = num_workers
   items = header + (0 if common else encoded_length(slots, size))
   gather = all_gather_bytes(n, padded_length(items))
-  return gather + sent_bytes(wire, n, slots if common else n * slots, item_bytes)
+  return gather + traffic(wire, n, slots if common else n * slots, item_bytes)[1]
 
 
 def all_gather_bytes(num_workers: int, items: int, item_bytes: int = ITEM_BYTES) -> float:

@@ -14,9 +14,7 @@ from .packing import encoded_length
 from .threshold import LADDER, sample_every
 from .values import Link, Wire
 
-CAPACITY_FACTOR = 1.25  # exdyna's default
-FULL, HALF = 4, 2  # bytes of a value
-INDEX = 4
+FULL, INDEX = 4, 4  # bytes
 
 DENSE, DENSE_16, TOP_K = "dense, float32", "dense, 16 bits", "top_k"
 EXDYNA, EXDYNA_16 = "exdyna", "exdyna, bfloat16 values"
@@ -58,19 +56,17 @@ def predict(params: int, density: float, num_workers: int, link: Link) -> dict[s
     exdyna, bfloat16 values      96504 bytes   3.8 ms
   """
   n, k = num_workers, target_count(density, params)
-  slots = exchange.capacity_of(k, params, n, CAPACITY_FACTOR)
+  slots = exchange.capacity_of(k, params, n, exchange.CAPACITY_FACTOR)
   header = exchange.HEADER + len(LADDER) + (sample_every(params // n) > 1)
   items = exchange.padded_length(header + encoded_length(slots, params))
   indices = _gather(n, items * INDEX, link)
   full, half = Wire(None, link), Wire(jnp.bfloat16, link)
   return {
-    DENSE: _sum("psum", n, params, FULL, link),
-    DENSE_16: _sum(values.choose(half, n, params, FULL), n, params, HALF, link),
+    DENSE: _sum(Wire(), n, params, link),
+    DENSE_16: _sum(half, n, params, link),
     TOP_K: _gather(n, k * (INDEX + FULL), link),
-    EXDYNA: _both(indices, _sum(values.choose(full, n, n * slots, FULL), n, n * slots, FULL, link)),
-    EXDYNA_16: _both(
-      indices, _sum(values.choose(half, n, n * slots, FULL), n, n * slots, HALF, link)
-    ),
+    EXDYNA: _both(indices, _sum(full, n, n * slots, link)),
+    EXDYNA_16: _both(indices, _sum(half, n, n * slots, link)),
   }
 
 
@@ -118,9 +114,9 @@ def _gather(num_workers, item_bytes, link):
   return Cost(num_bytes, values.seconds(values.hops("gather", num_workers), num_bytes, link))
 
 
-def _sum(way, num_workers, count, item_bytes, link):
-  num_bytes = values.value_bytes(way, num_workers, count, item_bytes)
-  return Cost(num_bytes, values.seconds(values.hops(way, num_workers), num_bytes, link))
+def _sum(wire, num_workers, count, link):
+  num_hops, num_bytes = values.traffic(wire, num_workers, count, FULL)
+  return Cost(num_bytes, values.seconds(num_hops, num_bytes, link))
 
 
 def _both(first, second):

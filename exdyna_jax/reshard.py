@@ -93,8 +93,9 @@ def _reshard(state: State, num_workers: int) -> State:
   stats = empty_stats(num_workers)._replace(
     skipped=state.stats.skipped, consecutive_skips=state.stats.consecutive_skips
   )
+  residual: Any = np.concatenate([_mix(rows, share) for share in shares])
   new = state._replace(
-    residual=np.concatenate([_mix(rows, share) for share in shares]),  # type: ignore[arg-type]
+    residual=residual,
     boundaries=boundaries,
     memory=jax.tree.map(of_new_workers, state.memory, is_leaf=lambda x: isinstance(x, PerWorker)),
     stats=stats,

@@ -24,8 +24,9 @@ def _field(node: Any, name: str) -> Any:
 def state_specs(tree: Any, axis_name: AxisName) -> Any:
   """PartitionSpecs for a tree that holds a sparsifier's state somewhere.
 
-  ``residual -> PartitionSpec(axis_name)``, every other array ``-> PartitionSpec()``. For
-  ``in_specs`` and ``out_specs`` of ``jax.shard_map``, and for NamedShardings.
+  ``residual -> PartitionSpec(axis_name)``, every other array, and a residual without elements
+  (that of `dense`), ``-> PartitionSpec()``. For ``in_specs`` and ``out_specs`` of
+  ``jax.shard_map``, and for NamedShardings.
 
   Args:
     tree: an optax state, a TrainState or any pytree around them; arrays or abstract values, as

@@ -59,8 +59,7 @@ def check_wire(wire_dtype: Any, link: Any) -> Wire:
         f"link must be exdyna_jax.Link(latency_us=..., bandwidth_gbit=...) or None, got {link!r}."
       )
     for name, value in link._asdict().items():
-      if checks.check_positive(f"link.{name}", value, "not given") is None:
-        raise ValueError(f"link.{name} must be a positive number, got None.")
+      checks.check_positive(f"link.{name}", value)
   return Wire(wire_dtype, link)
 
 
@@ -91,7 +90,7 @@ def choose(wire: Wire, num_workers: int, count: int, item_bytes: int) -> str:
   """The way that takes the least time; the same on all workers, since it is known beforehand."""
   if wire.link is None:
     return "psum" if wire.dtype is None else "gather" if num_workers == 2 else "scatter"
-  link, each = wire.link, item_bytes if wire.dtype is None else 2
+  link, each = wire.link, _item_bytes(wire, item_bytes)
 
   def cost(way):
     num_bytes = value_bytes(way, num_workers, count, each)
@@ -102,10 +101,15 @@ def choose(wire: Wire, num_workers: int, count: int, item_bytes: int) -> str:
   )
 
 
-def sent_bytes(wire: Wire, num_workers: int, count: int, item_bytes: int) -> float:
-  """Bytes that each worker sends for the sums of ``count`` values in the way that is chosen."""
+def traffic(wire: Wire, num_workers: int, count: int, item_bytes: int) -> tuple[int, float]:
+  """Hops, and bytes that each worker sends, for the sums of ``count`` values in the way chosen."""
   way = choose(wire, num_workers, count, item_bytes)
-  return value_bytes(way, num_workers, count, item_bytes if wire.dtype is None else 2)
+  num_bytes = value_bytes(way, num_workers, count, _item_bytes(wire, item_bytes))
+  return hops(way, num_workers), num_bytes
+
+
+def _item_bytes(wire, plain):
+  return plain if wire.dtype is None else 2
 
 
 def sum_values(

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
-from training import (
+from traced import (
   PARAMS,
   SIZE,
   Misuse,

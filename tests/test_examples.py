@@ -156,6 +156,16 @@ def test_demo_reports_divergence(tmp_path):
   assert "Traceback" not in done.stderr
 
 
+def is_refused(main, arguments, message, capsys):
+  """An example's command ends with one line that says what is wrong."""
+  with pytest.raises(SystemExit) as caught:
+    main(arguments)
+  assert caught.value.code == 2
+  errors = capsys.readouterr().err
+  assert message in errors
+  assert len(errors.splitlines()) == 1, errors
+
+
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [
@@ -176,12 +186,7 @@ def test_demo_reports_divergence(tmp_path):
   ],
 )
 def test_bad_argument_gets_one_line(arguments, message, capsys):
-  with pytest.raises(SystemExit) as caught:
-    train_mnist.main(arguments)
-  assert caught.value.code == 2
-  errors = capsys.readouterr().err
-  assert message in errors
-  assert len(errors.splitlines()) == 1, errors
+  is_refused(train_mnist.main, arguments, message, capsys)
 
 
 @pytest.mark.parametrize("optimizer", train_mnist.OPTIMIZERS)

@@ -13,11 +13,6 @@ from exdyna_jax import exchange, exdyna, get_stats
 from exdyna_jax.density import parse_density
 from exdyna_jax.threshold import LADDER, RULES
 
-COLLECTIVE = re.compile(
-  r"= \S+ (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\("
-)
-
-
 SIZE, DENSITY = 3501, 0.01
 
 
@@ -32,7 +27,7 @@ def compiled_step(n, check=True, **options):
 def every_step(text):
   """The collectives outside of conditional branches and loops, and those inside."""
   entry = text.index("ENTRY")
-  return sorted(COLLECTIVE.findall(text[entry:])), sorted(COLLECTIVE.findall(text[:entry]))
+  return tuple(sorted(kind for _, kind in w.collectives(x)) for x in (text[entry:], text[:entry]))
 
 
 GATHER, REDUCE = "all-gather", "all-reduce"
@@ -87,10 +82,10 @@ def test_untruncated_exchange_has_two_more_for_each_size_of_message():
 
 
 def test_one_worker_exchanges_nothing():
-  assert not COLLECTIVE.findall(compiled_step(1, check=False).as_text())
+  assert not w.collectives(compiled_step(1, check=False).as_text())
   # Checked types leave collectives of one member, which send nothing.
   for line in compiled_step(1, check=True).as_text().splitlines():
-    if COLLECTIVE.search(line):
+    if w.collectives(line):
       assert "replica_groups={{0}}" in line or "replica_groups=[1,1]" in line, line
 
 

@@ -181,10 +181,9 @@ def test_bytes_of_a_step_are_those_of_its_collectives(name):
   state = jax.jit(tx.init, out_shardings=w.shardings(w.mesh_of(n), specs))(params)
   grads = jax.tree.map(lambda x: jnp.ones((n, *x.shape)) * jnp.arange(1.0, 1 + x.size), params)
   text = step.lower(state, grads).compile().as_text()
-  pattern = r"= ([^=]*) (all-gather|all-reduce)\("
   cost = {"all-gather": (n - 1) / n * 4, "all-reduce": 2 * (n - 1) / n * 4}
   total = 0.0
-  for shapes, kind in re.findall(pattern, text[text.index("ENTRY") :]):
+  for shapes, kind in w.collectives(text[text.index("ENTRY") :]):
     # Sums of several leaves become one collective of several operands.
     total += cost[kind] * sum(int(x) for x in re.findall(r"[sf]32\[(\d+)\]", shapes))
   _, state = step(state, grads)

@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 import workers as w
-from family import FAMILY
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -153,10 +152,9 @@ def test_gradients_sharded_over_an_explicit_axis_may_be_gathered():
   assert params["w"].sharding.spec == P(None, "model")
 
 
-@pytest.mark.parametrize("model", [AxisType.Auto, AxisType.Explicit])
-def test_model_parallel_with_a_state_for_each_shard(model):
-  """A nested map over "model" around update: each shard of the model has a state of its own."""
-  mesh = make_mesh((4, 2), (w.AXIS, "model"), (AxisType.Auto, model))
+def test_model_parallel_over_an_explicit_axis():
+  """A nested map over "model" around update; over an Auto axis: `test_model_parallel.py`."""
+  mesh = make_mesh((4, 2), (w.AXIS, "model"), (AxisType.Auto, AxisType.Explicit))
   tx = exdyna(0.25, w.AXIS, num_workers=4)
 
   # Every field gets a leading dimension for the shard of the model.
@@ -185,22 +183,3 @@ def test_model_parallel_with_a_state_for_each_shard(model):
   first, second = np.asarray(state.threshold)
   assert first != second
   assert (np.asarray(state.stats.selected) > 0).all()
-
-
-@pytest.mark.parametrize("name", sorted(FAMILY))
-def test_gradients_may_vary_over_other_axes(name):
-  """In one map over both axes, each part of the model has its own threshold, and its own loops."""
-  mesh = make_mesh((2, 2), (w.AXIS, "model"), (AxisType.Auto,) * 2)
-  tx = FAMILY[name](0.25, w.AXIS, num_workers=2)
-  state = jax.tree.map(lambda x: jnp.stack([x, x]), tx.init(jnp.zeros(36)))
-  specs = jax.tree.map(lambda spec: P("model", *spec), state_specs(tx.init(jnp.zeros(36)), w.AXIS))
-
-  def update(state, grads):
-    updates, state = tx.update(grads, jax.tree.map(lambda x: x[0], state))
-    return updates, jax.tree.map(lambda x: x[None], state)
-
-  step = jax.shard_map(
-    update, mesh=mesh, in_specs=(specs, P((w.AXIS, "model"))), out_specs=(P("model"), specs)
-  )
-  updates, after = jax.eval_shape(step, state, jnp.zeros(4 * 36))
-  assert updates.shape == (2 * 36,) and jax.tree.structure(after) == jax.tree.structure(state)

@@ -8,7 +8,7 @@ import re
 
 import pytest
 from misuses import MISUSES
-from training import SIZE, N, in_front_of_sgd, make, train
+from traced import SIZE, N, in_front_of_sgd, make, train
 
 TROUBLESHOOTING = pathlib.Path(__file__).parent.parent / "docs" / "troubleshooting.md"
 

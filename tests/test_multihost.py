@@ -16,7 +16,7 @@ import multihost
 import multihost_process
 import numpy as np
 import pytest
-from test_examples import write_idx_folder
+from test_examples import is_refused, write_idx_folder
 
 from exdyna_jax import exdyna, reshard_state
 
@@ -180,11 +180,7 @@ def test_reshard_state_gathers_the_residuals_of_all_processes(undisturbed):
   ],
 )
 def test_bad_argument_gets_one_line_before_anything_starts(arguments, message, capsys):
-  with pytest.raises(SystemExit) as caught:
-    multihost.main(arguments)
-  assert caught.value.code == 2
-  errors = capsys.readouterr().err
-  assert message in errors and len(errors.splitlines()) == 1
+  is_refused(multihost.main, arguments, message, capsys)
 
 
 def test_a_checkpoint_is_neither_overwritten_nor_taken_for_another_training(trainings, killed):

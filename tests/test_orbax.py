@@ -46,7 +46,10 @@ def compiled():
 
   def step(training, x):
     params, state = training
-    loss = lambda params: jnp.mean((x @ (params["w"] - TARGET)) ** 2)  # noqa: E731
+
+    def loss(params):
+      return jnp.mean((x @ (params["w"] - TARGET)) ** 2)
+
     updates, state = TX.update(jax.grad(loss)(local_params(params, w.AXIS)), state, params)
     return optax.apply_updates(params, updates), state
 

@@ -4,6 +4,7 @@ A test that holds for all ways takes `how` from `WAYS`. In all of them, gradient
 leaves `[n, ...]`, a row per worker.
 """
 
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -82,6 +83,12 @@ def copies(workers, tree):
 def residuals(workers, state):
   """The residuals of all workers, `[n, N]`."""
   return np.asarray(state.residual).reshape(workers.n, -1)
+
+
+def collectives(hlo):
+  """Shapes and kind of every collective in the text of a compiled program."""
+  kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+  return re.findall(rf"= ([^=]*) ({kinds})(?:-start)?\(", hlo)
 
 
 def agreed(workers, updates, state):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import optax
-from training import PARAMS, Misuse, N, make, train
+from traced import PARAMS, Misuse, N, make, train
 from workers import AXIS
 
 from exdyna_jax import dense, exdyna, hard_threshold

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import optax
 
 from .. import checks, exchange, flat
-from ..state import State, check_state, empty_residual, empty_stats
+from ..algorithm import no_partitions
+from ..state import State, check_state, empty_stats
 from ..threshold import as_threshold
 from ..varying import (
   AxisName,
@@ -60,9 +61,9 @@ def dense(
     n, bound = resolve_workers(axis_name, num_workers, needed=size > 0)
     state = State(
       step=jnp.zeros((), jnp.int32),
-      residual=empty_residual(axis_name, 0, n, bound, jnp.float32),
+      residual=jnp.zeros((0,), jnp.float32),
       threshold=as_threshold(0.0),
-      boundaries=jnp.zeros((n + 1,), jnp.int32),
+      boundaries=no_partitions(n),
       memory=(),
       stats=empty_stats(n),
     )

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .. import accumulator, checks, exclusive
+from .. import accumulator, checks, exchange, exclusive
 from ..accumulator import Accumulator
 from ..algorithm import Algorithm, Outcome, Selection
 from ..blocks import element_range
@@ -35,7 +35,7 @@ def exdyna(
   partition: str = "balanced",
   initial_threshold: float | None = None,
   num_blocks: int = 1024,
-  capacity_factor: float | None = 1.25,
+  capacity_factor: float | None = exchange.CAPACITY_FACTOR,
   residual_dtype: Any = jnp.float32,
   nonfinite: str = "skip",
   dense_mask: Any = None,

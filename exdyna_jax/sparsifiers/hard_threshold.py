@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .. import accumulator, checks, ranks, selection
+from .. import accumulator, checks, exchange, ranks, selection
 from ..accumulator import Accumulator
 from ..algorithm import Algorithm, Outcome, Selection, no_partitions
 from ..density import parse_density, target_at
@@ -19,7 +19,6 @@ from ..varying import AxisName
 
 # Of how many elements the messages have room for one, where nobody knows how many will come.
 MESSAGE_DENSITY = 1e-3
-CAPACITY_FACTOR = 1.25
 
 
 def hard_threshold(
@@ -28,7 +27,7 @@ def hard_threshold(
   *,
   num_workers: int | None = None,
   threshold: float | None = None,
-  capacity_factor: float | None = CAPACITY_FACTOR,
+  capacity_factor: float | None = exchange.CAPACITY_FACTOR,
   residual_dtype: Any = jnp.float32,
   nonfinite: str = "skip",
   dense_mask: Any = None,
@@ -82,7 +81,7 @@ def hard_threshold(
     raise ValueError("hard_threshold needs a density or a threshold, got None for both.")
   checks.check_positive("capacity_factor", capacity_factor, "never truncate")
   if density is None:
-    if capacity_factor not in (None, CAPACITY_FACTOR):
+    if capacity_factor not in (None, exchange.CAPACITY_FACTOR):
       raise ValueError(
         f"capacity_factor={capacity_factor!r} needs a density, got None: a worker's capacity is"
         " ceil(capacity_factor * k), and k follows from the density. Give a density beside the"

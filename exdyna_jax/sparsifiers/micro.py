@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .. import accumulator, exclusive
+from .. import accumulator, exchange, exclusive
 from ..accumulator import Accumulator
 from ..algorithm import Algorithm, Outcome, Selection
 from ..blocks import Blocks, element_range
@@ -25,7 +25,7 @@ def micro(
   num_workers: int | None = None,
   threshold: str = "secant",
   initial_threshold: float | None = None,
-  capacity_factor: float | None = 1.25,
+  capacity_factor: float | None = exchange.CAPACITY_FACTOR,
   residual_dtype: Any = jnp.float32,
   nonfinite: str = "skip",
   dense_mask: Any = None,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .. import accumulator, checks, ranks, selection
+from .. import accumulator, checks, exchange, ranks, selection
 from ..accumulator import Accumulator
 from ..algorithm import Algorithm, Outcome, Selection, no_partitions
 from ..density import parse_density, target_at
@@ -41,7 +41,7 @@ def sidco(
   num_workers: int | None = None,
   fit: str = "exponential",
   stages: int | str = "adaptive",
-  capacity_factor: float | None = 1.25,
+  capacity_factor: float | None = exchange.CAPACITY_FACTOR,
   residual_dtype: Any = jnp.float32,
   nonfinite: str = "skip",
   dense_mask: Any = None,
