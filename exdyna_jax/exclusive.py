@@ -89,11 +89,7 @@ def select(
     used = mode.rule.use(used, memory, lambda x: psum(count(x), mode.axis_name), k)
     used = jnp.where(k < size, used, 0.0)
     if mode.rule.wants_ladder:
-      every = sample_every(size // n)
-      levels = levels_around(used)
-      if every > 1:
-        levels = jnp.append(levels, used.astype(jnp.float32))
-      ladder = count(levels, every=every, step=state.step)
+      ladder = count(levels_around(used), every=sample_every(size // n), step=state.step)
   window = selection.window_of(size // n) if mode.one_message else None
   hits = selection.find(acc, start, end, used, window=window)
   picked = Selection(
@@ -113,13 +109,13 @@ def follow(
   """The threshold of the next step, and the memory of its rule."""
   if mode.density.is_one:
     return state.threshold, memory
-  size, n = state.residual.shape[0], outcome.counts.shape[0]
+  size = state.residual.shape[0]
   k, next_k = (target_at(mode.density, state.step + ahead, size) for ahead in (0, 1))
   selected = jnp.sum(outcome.counts, dtype=jnp.int32)
   # Where a schedule asks for everything, the threshold is only put aside.
   used = jnp.where(k < size, outcome.threshold, state.threshold)
   ladder = jnp.sum(outcome.signals, axis=0, dtype=jnp.int32)
-  if sample_every(size // n) > 1 and mode.rule.wants_ladder:
+  if mode.rule.wants_ladder:
     ladder = anchored(ladder, selected)
   return mode.rule.adapt(used, memory, selected, ladder, k, next_k)
 

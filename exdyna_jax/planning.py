@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from . import exchange, values
 from .density import target_count
 from .packing import encoded_length
-from .threshold import LADDER, sample_every
+from .threshold import LADDER
 from .values import Link, Wire
 
 FULL, INDEX = 4, 4  # bytes
@@ -57,7 +57,7 @@ def predict(params: int, density: float, num_workers: int, link: Link) -> dict[s
   """
   n, k = num_workers, target_count(density, params)
   slots = exchange.capacity_of(k, params, n, exchange.CAPACITY_FACTOR)
-  header = exchange.HEADER + len(LADDER) + (sample_every(params // n) > 1)
+  header = exchange.HEADER + len(LADDER)
   items = exchange.padded_length(header + encoded_length(slots, params))
   indices = _gather(n, items * INDEX, link)
   full, half = Wire(None, link), Wire(jnp.bfloat16, link)

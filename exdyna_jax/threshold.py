@@ -33,7 +33,9 @@ PAPER_UP, PAPER_DRIFT, PAPER_DOWN = 1.005, 1.00125, 0.995
 
 # Levels at which elements are counted, as multiples of the threshold: close together where the next
 # threshold usually lies, and up to where the count is off by a factor of about two.
-LADDER = np.array([0.7, 0.85, 0.93, 0.98, 1.02, 1.07, 1.17, 1.4])
+# The threshold itself is one of them: what has just been sent leaves a kink there, above which counts
+# fall much faster than below, and a line across it would miss k by up to 20%.
+LADDER = np.array([0.7, 0.85, 0.93, 0.98, 1.0, 1.02, 1.07, 1.17, 1.4])
 
 # The secant rule is a filter of level and trend (Holt's double exponential smoothing) of the log of
 # the ideal threshold. A count of k has a relative noise of 1 / sqrt(k), so corrections much larger
@@ -145,14 +147,14 @@ def anchored(counts: jax.Array, selected: jax.Array) -> jax.Array:
   """The ladder's counts of a sample, scaled so that they agree with a count that is exact.
 
   Args:
-    counts: int32 ``[len(LADDER) + 1]``, the last one at the threshold itself.
+    counts: int32 ``[len(LADDER)]``, those of the sample.
     selected: int32, how many of all elements reach the threshold.
 
   Returns:
     float32 ``[len(LADDER)]``.
   """
-  ladder, here = counts[:-1].astype(jnp.float32), counts[-1]
-  return ladder * (selected.astype(jnp.float32) / jnp.maximum(here, 1))
+  here = counts[int(np.flatnonzero(LADDER == 1)[0])]
+  return counts * (selected.astype(jnp.float32) / jnp.maximum(here, 1))
 
 
 def interpolate(counts: jax.Array, k: int | jax.Array) -> tuple[jax.Array, jax.Array]:

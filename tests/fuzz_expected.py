@@ -14,7 +14,7 @@ import oracle
 from family import EXCLUSIVE
 
 TINY, LARGEST = np.finfo(np.float32).tiny, np.finfo(np.float32).max
-LADDER = 8  # levels around the threshold
+LADDER = 9  # levels around the threshold
 SIGNALS = {"secant": LADDER, "sage": 2, "sidco": 1}  # numbers in the header, by rule or name
 GROWTH, MAX_MESSAGES = 4, 16  # of further messages
 

@@ -203,11 +203,19 @@ def test_given_first_threshold_is_used():
       assert np.all(get_stats(state).threshold_used == 2)
 
 
+def test_a_kink_at_the_threshold_does_not_mislead():
+  """What has been sent is gone from above the threshold: counts are steep below, flat above it."""
+  counts = jnp.asarray(1000 * np.where(rules.LADDER < 1, rules.LADDER**-20, rules.LADDER**-2))
+  log, on_ladder = rules.interpolate(counts, 1000)
+  assert on_ladder
+  np.testing.assert_allclose(log, 0, atol=1e-6)
+
+
 def test_a_sampled_ladder_agrees_with_the_exact_count():
   """The sample says how counts change with the threshold, the exact count how many there are."""
-  counts = jnp.array([80, 60, 50, 42, 38, 30, 20, 10, 40])
+  counts = jnp.array([80, 60, 50, 42, 40, 38, 30, 20, 10])
   got = rules.anchored(counts, jnp.int32(400))
-  np.testing.assert_allclose(got, np.asarray(counts[:-1]) * 10.0)
+  np.testing.assert_allclose(got, np.asarray(counts) * 10.0)
   nothing = rules.anchored(jnp.zeros(9, jnp.int32), jnp.int32(400))
   assert np.isfinite(nothing).all()
 
