@@ -31,13 +31,14 @@ def _picture(rows, column, label):
   found = {(row["link"], row["N"], row["contestant"]): row[column] for row in rows}
   figure = Figure(figsize=(2.5 + 1.5 * len(groups), 4.8), layout="constrained")
   axes, width = figure.subplots(), (1 - GAP) / len(names)
+  legend = {}
   for place, name in enumerate(names):
     for group, key in enumerate(groups):
       value = found.get((*key, name))
       if not value:
         continue
       x = group + (place - (len(names) - 1) / 2) * width
-      bar = axes.bar(x, value, width, color=COLOURS[name], label=name if group == 0 else None)
+      bar = legend[name] = axes.bar(x, value, width, color=COLOURS[name])
       axes.bar_label(
         bar,
         [f"{value:.0f}" if value >= 100 else f"{value:.2g}"],
@@ -49,5 +50,7 @@ def _picture(rows, column, label):
   axes.set_xticks(range(len(groups)), [f"{link}\nN = {size:.0e}" for link, size in groups])
   axes.margins(y=0.2)
   axes.grid(axis="y", alpha=0.3)
-  figure.legend(loc="outside upper center", ncols=3, frameon=False)
+  figure.legend(
+    list(legend.values()), list(legend), loc="outside upper center", ncols=3, frameon=False
+  )
   return figure

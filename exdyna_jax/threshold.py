@@ -69,6 +69,8 @@ class Memory(NamedTuple):
 
 def as_threshold(value: float | jax.Array) -> jax.Array:
   """``value`` as a scalar of the widest float enabled (float64 under ``jax.enable_x64``)."""
+  if isinstance(value, float) and value > 0:  # float32 might make a zero of it, or infinity
+    value = float(np.clip(value, LOWEST, HIGHEST))
   wide = jnp.asarray(value, jnp.result_type(float))
   return jnp.where(wide > 0, jnp.clip(wide, LOWEST, HIGHEST), wide)
 

@@ -203,6 +203,13 @@ def test_given_first_threshold_is_used():
       assert np.all(get_stats(state).threshold_used == 2)
 
 
+def test_given_thresholds_stay_what_float32_can_hold():
+  """Zero would mean that everything qualifies, and infinity that nothing does."""
+  assert rules.as_threshold(1e-60) == rules.LOWEST
+  assert rules.as_threshold(1e60) == rules.HIGHEST
+  assert rules.as_threshold(0.0) == 0
+
+
 def test_a_kink_at_the_threshold_does_not_mislead():
   """What has been sent is gone from above the threshold: counts are steep below, flat above it."""
   counts = jnp.asarray(1000 * np.where(rules.LADDER < 1, rules.LADDER**-20, rules.LADDER**-2))
