@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .density import Density, target_at, target_count
+from .density import Density, target_at, target_range
 from .flat import MAX_SIZE
 from .packing import decode, encode, encoded_length
 from .values import Wire, traffic
@@ -75,10 +75,7 @@ def plan(
   With ``exclusive`` picks, each worker has an equal share of the k indices; else it has k.
   """
   sharers = num_workers if exclusive else 1
-  low, high = (
-    capacity_of(target_count(d, size), size, sharers, factor)
-    for d in (density.lowest, density.highest)
-  )
+  low, high = (capacity_of(k, size, sharers, factor) for k in target_range(density, size))
   # At density 1 all is wanted, so nothing may stay behind.
   if factor is None or density.is_one:
     # Sized for an equal share of the vector: more would take memory, and is rarely needed.

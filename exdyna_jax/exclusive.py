@@ -57,9 +57,7 @@ def online(
 def first(mode: Online, size: int) -> tuple[jax.Array, Memory]:
   """The threshold of the first step, and the memory of its rule."""
   value = mode.given or mode.rule.first(target_at(mode.density, jnp.int32(0), size))
-  # At density 1 everything qualifies, for ever.
-  value = as_threshold(0.0 if mode.density.is_one else value)
-  return value, fresh_memory(lost=mode.given is None)
+  return as_threshold(value), fresh_memory(lost=mode.given is None)
 
 
 def select(
@@ -83,10 +81,11 @@ def select(
   def count(levels, **sample):
     return selection.count_reaching(acc, start, end, levels, **sample)
 
-  used, ladder = state.threshold, jnp.zeros((0,), jnp.int32)
+  # Where everything is wanted, everything qualifies; the threshold is put aside.
+  used, ladder = as_threshold(0.0), jnp.zeros((0,), jnp.int32)
   if not mode.density.is_one:
     k = target_at(mode.density, state.step, size)
-    used = mode.rule.use(used, memory, lambda x: psum(count(x), mode.axis_name), k)
+    used = mode.rule.use(state.threshold, memory, lambda x: psum(count(x), mode.axis_name), k)
     used = jnp.where(k < size, used, 0.0)
     if mode.rule.wants_ladder:
       ladder = count(levels_around(used), every=sample_every(size // n), step=state.step)
@@ -112,7 +111,6 @@ def follow(
   size = state.residual.shape[0]
   k, next_k = (target_at(mode.density, state.step + ahead, size) for ahead in (0, 1))
   selected = jnp.sum(outcome.counts, dtype=jnp.int32)
-  # Where a schedule asks for everything, the threshold is only put aside.
   used = jnp.where(k < size, outcome.threshold, state.threshold)
   ladder = jnp.sum(outcome.signals, axis=0, dtype=jnp.int32)
   if mode.rule.wants_ladder:

@@ -8,7 +8,7 @@ from jax import lax
 
 from . import accumulator
 from .accumulator import Accumulator
-from .density import Density, target_at, target_count
+from .density import Density, target_at, target_range
 from .ranks import Ranks, rank_of
 
 
@@ -25,9 +25,7 @@ def k_largest(acc: Accumulator, density: Density, step: jax.Array) -> tuple[jax.
     int32, longer where the density was higher or will be.
   """
   size = accumulator.size(acc)
-  magnitudes, indices = lax.top_k(
-    jnp.abs(accumulator.whole(acc)), target_count(density.highest, size)
-  )
+  magnitudes, indices = lax.top_k(jnp.abs(accumulator.whole(acc)), target_range(density, size)[1])
   nonzero = jnp.sum(~(magnitudes <= 0), dtype=jnp.int32)
   return jnp.minimum(nonzero, target_at(density, step, size)), indices
 

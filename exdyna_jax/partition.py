@@ -22,6 +22,7 @@ PAPER_MIN_SHARE = 1 / 4
 # Weight of the past in the moving average of a block's count, about ten steps long: shorter ones
 # chase noise, longer ones follow training too late (`benchmarks/control.py`).
 LOAD_DECAY = 0.9
+UNKNOWN = 1e-30  # of a block before the first step; what is found there is above 1e-20
 
 
 def owned_partition(step: jax.Array, rank: jax.Array, num_workers: int) -> jax.Array:
@@ -82,9 +83,17 @@ def block_counts(indices: jax.Array, blocks: Blocks) -> jax.Array:
 
 
 def expected_loads(
-  loads: jax.Array, sent: jax.Array, counts: jax.Array, sent_counts: jax.Array, edges: jax.Array
+  loads: jax.Array,
+  sent: jax.Array,
+  counts: jax.Array,
+  sent_counts: jax.Array,
+  edges: jax.Array,
+  k: int | jax.Array,
 ) -> jax.Array:
   """The moving average of the counts per block, one step on.
+
+  A step counts for ``1 / k`` of what its share is: the more are asked for, the less do they say
+  about where the largest are. So a dense start is forgotten as soon as the density falls.
 
   Args:
     loads: float32 ``[num_blocks]``, the average so far.
@@ -92,21 +101,27 @@ def expected_loads(
     counts: int32 ``[n]``, indices selected in each partition, sent or not.
     sent_counts: int32 ``[n]``, indices sent of each partition.
     edges: int32 ``[n + 1]``, the partitions of this step.
+    k: how many were asked for.
 
   Returns:
-    float32 ``[num_blocks]``; ``loads`` if nothing was selected.
+    float32 ``[num_blocks]``, counts over ``k**2``; ``loads`` if nothing was selected.
   """
   # What exceeds the capacity is an even stride of what was found, so it scales up.
   share = counts / jnp.maximum(sent_counts, 1).astype(jnp.float32)
   block = jnp.arange(loads.shape[0])
   owner = jnp.sum(edges[1:-1, None] <= block[None, :], axis=0)
-  found = sent * share[owner]
+  found = sent * share[owner] / jnp.asarray(k, jnp.float32) ** 2
   return jnp.where(jnp.any(counts > 0), LOAD_DECAY * loads + (1 - LOAD_DECAY) * found, loads)
 
 
+def equal_loads(blocks: Blocks) -> jax.Array:
+  """The loads before the first step, which whatever is found outweighs."""
+  return jnp.full((blocks.num_blocks,), UNKNOWN, jnp.float32)
+
+
 def check_loads(loads: jax.Array, blocks: Blocks, num_blocks: int) -> None:
-  """Raises ValueError unless ``loads`` were made for this cut; a rule may have none."""
-  if loads.shape[0] not in (0, blocks.num_blocks):
+  """Raises ValueError unless ``loads`` were made for this cut."""
+  if loads.shape[0] != blocks.num_blocks:
     raise ValueError(
       f"the state was made for {loads.shape[0]} blocks, but num_blocks={num_blocks} makes"
       f" {blocks.num_blocks}. Keep num_blocks, or make the state anew with init."
@@ -143,11 +158,9 @@ class Rule(NamedTuple):
 
   # (N, wanted number of blocks) -> the cut. Not a function of n, which may change between runs.
   cut: Callable[[int, int], Blocks]
-  # the loads before the first step, float32 [num_blocks]; empty if the rule knows none
-  first: Callable[[Blocks], jax.Array]
   # (indices, blocks) -> what `adapt` needs, summed over the messages
   observe: Callable[[jax.Array, Blocks], jax.Array]
-  # (boundaries, loads, observed, counts, sent counts, blocks), the counts by partition
+  # (boundaries, loads, observed, counts, sent counts, k, blocks), the counts by partition
   # -> boundaries and loads of the next step
   adapt: Callable[..., tuple[jax.Array, jax.Array]]
 
@@ -157,16 +170,12 @@ def _paper_cut(size, num_blocks):
   return cut(size, num_blocks)
 
 
-def _paper_adapt(boundaries, loads, observed, counts, sent, blocks):
+def _paper_adapt(boundaries, loads, observed, counts, sent, k, blocks):
   return paper_boundaries(boundaries, counts, blocks), loads
 
 
-def _equal_loads(blocks):
-  return jnp.full((blocks.num_blocks,), 1 / max(blocks.num_blocks, 1), jnp.float32)
-
-
-def _balanced_adapt(boundaries, loads, observed, counts, sent, blocks):
-  loads = expected_loads(loads, observed, counts, sent, boundaries)
+def _balanced_adapt(boundaries, loads, observed, counts, sent, k, blocks):
+  loads = expected_loads(loads, observed, counts, sent, boundaries, k)
   return balanced_boundaries(loads, counts.shape[0]), loads
 
 
@@ -175,6 +184,6 @@ def _nothing(*args):
 
 
 RULES = {
-  "paper": Rule(_paper_cut, _nothing, _nothing, _paper_adapt),
-  "balanced": Rule(even_blocks, _equal_loads, block_counts, _balanced_adapt),
+  "paper": Rule(_paper_cut, _nothing, _paper_adapt),
+  "balanced": Rule(even_blocks, block_counts, _balanced_adapt),
 }

@@ -33,8 +33,8 @@ PAPER_UP, PAPER_DRIFT, PAPER_DOWN = 1.005, 1.00125, 0.995
 
 # Levels at which elements are counted, as multiples of the threshold: close together where the next
 # threshold usually lies, and up to where the count is off by a factor of about two.
-# The threshold itself is one of them: what has just been sent leaves a kink there, above which counts
-# fall much faster than below, and a line across it would miss k by up to 20%.
+# The threshold itself is one of them: what has just been sent leaves a kink in the counts there, and
+# a line across it would miss k by up to 20%.
 LADDER = np.array([0.7, 0.85, 0.93, 0.98, 1.0, 1.02, 1.07, 1.17, 1.4])
 
 # The secant rule is a filter of level and trend (Holt's double exponential smoothing) of the log of

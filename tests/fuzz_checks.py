@@ -206,7 +206,7 @@ def check_rules(structure, size, acc, old, got):
   elif options["threshold"] == "paper":
     assert used == old.threshold
   if is_one:
-    assert got.threshold == 0
+    assert got.threshold == old.threshold
   elif options["threshold"] == "paper":
     expected = oracle.paper_threshold(float(old.threshold), total, k)
     np.testing.assert_allclose(got.threshold, max(expected, TINY), rtol=1e-6)

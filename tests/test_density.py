@@ -29,16 +29,56 @@ def test_numbers_and_schedules():
 
 
 def test_schedules_that_are_none():
-  with pytest.raises(TypeError, match=r"must be a scalar, got shape \(2,\) at step 0"):
+  with pytest.raises(TypeError, match=r"make a scalar of a step, got shape \(2,\)"):
     exdyna(lambda step: jnp.full(2, 0.1), w.AXIS)
+  for wrong in (lambda step: 0.1j, lambda step: None, lambda step: {"a": 0.1}):
+    with pytest.raises(TypeError, match="density must make a real number of a step"):
+      exdyna(wrong, w.AXIS)
+  with pytest.raises(ValueError, match="got 0 at step 30.*an end that is not zero: end_value="):
+    exdyna(optax.cosine_decay_schedule(0.5, 30), w.AXIS)
   # Not everything in every step, although it is at the steps that are looked at beforehand.
   assert not parse_density(lambda t: jnp.where(t % 7 == 6, 0.02, 1.0)).is_one
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, 1.5, float("nan")])
 def test_schedules_out_of_range(bad):
-  with pytest.raises(ValueError, match=r"density must be in \(0, 1\], got .* at step 16"):
+  with pytest.raises(ValueError, match=r"density must be in \(0, 1\], got .* at step 10"):
     exdyna(lambda step: jnp.where(step < 10, 0.1, bad), w.AXIS)
+
+
+@pytest.mark.parametrize(
+  "untraceable",
+  [lambda t: 0.1 if t < 10 else 0.01, lambda t: 0.1 / float(t + 1), [0.1, 0.2].__getitem__],
+)
+def test_schedules_that_only_work_on_numbers(untraceable):
+  with pytest.raises(TypeError, match="density is called with a traced step.*use jnp.where"):
+    exdyna(untraceable, w.AXIS)
+
+
+def test_peaks_that_come_and_go_have_room():
+  """A peak in every tenth step was at none of the steps looked at, and found no room."""
+  assert parse_density(lambda t: jnp.where(t % 10 == 9, 1.0, 0.01)).highest == 1
+  late = parse_density(lambda t: jnp.where(t == 10**6, 1.0, 0.01))
+  assert target_at(late, jnp.int32(10**6), 1000) == 10  # seen by nobody: as much as there is room
+
+
+def test_partitions_forget_a_dense_start():
+  """What was picked in a dense phase is everything; it says nothing about the largest entries."""
+  n, size = 4, 20_000
+
+  def schedule(step):
+    return jnp.where(step < 5, 0.5, 0.01)
+
+  workers = w.run_on(exdyna(schedule, w.AXIS), n, jnp.zeros(size), "vmap")
+  state = workers.init(jnp.zeros(size))
+  rng = np.random.default_rng(0)
+  scale = np.where(np.arange(size) < size // 10, 10.0, 1.0)  # the first tenth has most of them
+  padding = []
+  for _ in range(12):
+    grads = (rng.standard_normal((n, size)) * scale).astype(np.float32)
+    _, state = workers.step(state, grads)
+    padding.append(float(w.stats_of(workers, state).padding_ratio))
+  assert max(padding[7:]) < 1.6
 
 
 @pytest.mark.parametrize("rules", RULES)

@@ -11,7 +11,15 @@ from .. import accumulator, checks, exchange, exclusive
 from ..accumulator import Accumulator
 from ..algorithm import Algorithm, Outcome, Selection
 from ..blocks import element_range
-from ..partition import RULES, by_partition, check_loads, equal_boundaries, owned_partition
+from ..density import target_at
+from ..partition import (
+  RULES,
+  by_partition,
+  check_loads,
+  equal_boundaries,
+  equal_loads,
+  owned_partition,
+)
 from ..state import State
 from ..threshold import Memory
 from ..transform import Options, sparsifier
@@ -23,7 +31,7 @@ class _Memory(NamedTuple):
   """What ExDyna remembers beside threshold and boundaries."""
 
   threshold_rule: Memory
-  loads: jax.Array  # float32 [num_blocks], average count per block; empty with "paper"
+  loads: jax.Array  # float32 [num_blocks], average count per block; "paper" leaves it as it was
 
 
 def exdyna(
@@ -120,7 +128,7 @@ def exdyna(
   def init(size: int, n: int) -> tuple[jax.Array, jax.Array, _Memory]:
     blocks = rule.cut(size, num_blocks)
     first, rule_memory = exclusive.first(mode, size)
-    memory = _Memory(rule_memory, rule.first(blocks))
+    memory = _Memory(rule_memory, equal_loads(blocks))
     return first, equal_boundaries(blocks.num_blocks, n), memory
 
   def select(acc: Accumulator, state: State, rank: jax.Array) -> Selection:
@@ -138,7 +146,8 @@ def exdyna(
     counts, sent = (by_partition(x, state.step) for x in (outcome.counts, outcome.sent))
     blocks, loads = rule.cut(size, num_blocks), state.memory.loads
     check_loads(loads, blocks, num_blocks)
-    boundaries, loads = rule.adapt(state.boundaries, loads, outcome.seen, counts, sent, blocks)
+    k = target_at(mode.density, state.step, size)
+    boundaries, loads = rule.adapt(state.boundaries, loads, outcome.seen, counts, sent, k, blocks)
     return follow, boundaries, _Memory(rule_memory, loads)
 
   algorithm = Algorithm(select, init, observe, adapt)

@@ -10,7 +10,7 @@ import optax
 from .. import accumulator, checks
 from ..accumulator import Accumulator
 from ..algorithm import Algorithm, Selection
-from ..density import parse_density, target_at, target_count
+from ..density import parse_density, target_at, target_range
 from ..largest import take_from
 from ..state import State
 from ..transform import Options, sparsifier
@@ -72,7 +72,7 @@ def random_k(
   def select(acc: Accumulator, state: State, rank: jax.Array) -> Selection:
     size = accumulator.size(acc)
     k = jnp.asarray(target_at(wanted, state.step, size), jnp.int32)
-    indices = _spread(seed, state.step, k, target_count(wanted.highest, size), size)
+    indices = _spread(seed, state.step, k, target_range(wanted, size)[1], size)
     return Selection(k, take_from(indices, size), threshold=state.threshold)
 
   algorithm = Algorithm(select, picks="common")
