@@ -90,6 +90,14 @@ def cast(x: jax.Array, dtype: Any, *, saturate: bool) -> jax.Array:
   return x.astype(dtype)
 
 
+def mean_of(sums: jax.Array, n: int, *, saturate: bool) -> jax.Array:
+  """``sums / n``; with ``saturate`` of finite terms, it is finite too."""
+  if saturate:
+    # Partial sums that are infinite, of both signs: the terms were large and of both signs.
+    sums = jnp.where(jnp.isnan(sums), 0, sums)
+  return cast(sums / n, sums.dtype, saturate=saturate)
+
+
 def unflatten(vector: jax.Array, like: Any, *, saturate: bool = False) -> Any:
   """Inverse of `flatten`: the tree ``like`` with the values of ``vector``, in the leaves' dtypes.
 

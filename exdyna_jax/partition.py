@@ -22,7 +22,7 @@ PAPER_MIN_SHARE = 1 / 4
 # Weight of the past in the moving average of a block's count, about ten steps long: shorter ones
 # chase noise, longer ones follow training too late (`benchmarks/control.py`).
 LOAD_DECAY = 0.9
-UNKNOWN = 1e-30  # of a block before the first step; what is found there is above 1e-20
+UNKNOWN = 1e-20  # of a block before the first step; one pick is at least 1e-10
 
 
 def owned_partition(step: jax.Array, rank: jax.Array, num_workers: int) -> jax.Array:
@@ -92,8 +92,8 @@ def expected_loads(
 ) -> jax.Array:
   """The moving average of the counts per block, one step on.
 
-  A step counts for ``1 / k`` of what its share is: the more are asked for, the less do they say
-  about where the largest are. So a dense start is forgotten as soon as the density falls.
+  Counts are taken relative to what was asked for: the many picks of a dense start would outweigh
+  those of a hundred steps after it.
 
   Args:
     loads: float32 ``[num_blocks]``, the average so far.
@@ -104,13 +104,13 @@ def expected_loads(
     k: how many were asked for.
 
   Returns:
-    float32 ``[num_blocks]``, counts over ``k**2``; ``loads`` if nothing was selected.
+    float32 ``[num_blocks]``, counts over k; ``loads`` if nothing was selected.
   """
   # What exceeds the capacity is an even stride of what was found, so it scales up.
   share = counts / jnp.maximum(sent_counts, 1).astype(jnp.float32)
   block = jnp.arange(loads.shape[0])
   owner = jnp.sum(edges[1:-1, None] <= block[None, :], axis=0)
-  found = sent * share[owner] / jnp.asarray(k, jnp.float32) ** 2
+  found = sent * share[owner] / jnp.asarray(k, jnp.float32)
   return jnp.where(jnp.any(counts > 0), LOAD_DECAY * loads + (1 - LOAD_DECAY) * found, loads)
 
 

@@ -46,6 +46,11 @@ def rank_of(ranks: Ranks) -> jax.Array:
   """The rank of the hit in each slot, int32 ``[m]``; ``found`` for empty slots."""
   slots, count, allowed, phase = ranks
   excess = jnp.maximum(count - allowed, 0)
+  # All vary over the mesh: both branches must, and JAX's vmap of a conditional asks for it.
+  varying = 0 * (excess + phase)
+  slots = slots + varying
+  if not isinstance(allowed, int):
+    allowed = allowed + varying
 
   def stride(slots, excess):
     # slot * count / allowed = slot + slot * excess / allowed. The barrier keeps XLA from dividing
@@ -53,10 +58,7 @@ def rank_of(ranks: Ranks) -> jax.Array:
     whole, part = lax.optimization_barrier((excess // allowed, excess % allowed))
     return slots + slots * whole + mul_div(slots, part, allowed, phase)
 
-  def all_of_them(slots, excess):
-    return slots + 0 * (excess + phase)  # varies over the mesh as the other branch does
-
-  rank = lax.cond(excess > 0, stride, all_of_them, slots, excess)
+  rank = lax.cond(excess > 0, stride, lambda slots, excess: slots, slots, excess)
   return jnp.where((slots >= 0) & (slots < jnp.minimum(count, allowed)), rank, count)
 
 

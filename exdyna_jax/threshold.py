@@ -24,7 +24,8 @@ from .integers import mul_div
 
 Count = Callable[[jax.Array], jax.Array]
 
-# Thresholds stay normal float32 numbers. At the lower end everything but zero qualifies.
+# Thresholds stay normal float32 numbers. At the lower end everything but zero (and what is so small
+# that hardware may take it for zero) qualifies.
 LOWEST, HIGHEST = np.finfo(np.float32).tiny, np.finfo(np.float32).max
 
 # The original's online threshold scaling: bands of (selected / wanted) in thousandths, and factors.
@@ -33,8 +34,8 @@ PAPER_UP, PAPER_DRIFT, PAPER_DOWN = 1.005, 1.00125, 0.995
 
 # Levels at which elements are counted, as multiples of the threshold: close together where the next
 # threshold usually lies, and up to where the count is off by a factor of about two.
-# The threshold itself is one of them: what has just been sent leaves a kink in the counts there, and
-# a line across it would miss k by up to 20%.
+# The threshold itself is one of them: what has just been sent leaves a kink in the counts there; a
+# line across it would miss k by up to 20%.
 LADDER = np.array([0.7, 0.85, 0.93, 0.98, 1.0, 1.02, 1.07, 1.17, 1.4])
 
 # The secant rule is a filter of level and trend (Holt's double exponential smoothing) of the log of
@@ -43,7 +44,7 @@ LADDER = np.array([0.7, 0.85, 0.93, 0.98, 1.0, 1.02, 1.07, 1.17, 1.4])
 LEVEL_GAIN = 0.3
 TREND_GAIN = 0.1
 NOISE = 0.5  # variance of the log of the ideal threshold, times k
-MAX_TREND = 0.1  # per step, as a log
+MAX_TREND = 0.3  # per step, as a log: nearly to the end of the ladder
 
 # Elements of an equal share of the vector that are enough to see how counts change around the
 # threshold. Of larger shares, only a part of the rows is looked at.
@@ -232,7 +233,9 @@ def _secant_adapt(used, memory, selected, ladder, k, next_k):
   lost = ~on_ladder | (selected < TOO_FEW * k)
   lost = lost & ~_takes_all(used, ladder, next_k)
   follow = jnp.where(lost | ~on_ladder, jnp.maximum(used, LOWEST), follow)
-  return follow, Memory(jnp.where(lost, 0.0, trend), lost)
+  # Where a residual is drained, each search is followed by a step in which too little is left: only
+  # the trend ends that. A jump off the ladder has none.
+  return follow, Memory(jnp.where(on_ladder, trend, 0.0), lost)
 
 
 def _in_step_use(threshold, memory, total, k):

@@ -154,7 +154,7 @@ def sparsifier(
         chosen = chosen.at[indices].set(True, mode="drop")
       mine = residual.at[indices].get(mode="fill", fill_value=0)
       sums, kept = values.sum_values(mine.astype(wide), wire, axis_name, n)
-      update = update.at[indices].set(flat.cast(sums / n, wide, saturate=skip), mode="drop")
+      update = update.at[indices].set(flat.mean_of(sums, n, saturate=skip), mode="drop")
       seen = jax.tree.map(jnp.add, seen, algorithm.observe(indices, size, n))
       left = None if kept is None else flat.cast(kept, residual.dtype, saturate=skip)
       return _leave(residual, indices, mine, left), update, seen, chosen
@@ -178,7 +178,7 @@ def sparsifier(
     # The dense leaves.
     dense_mean = jnp.zeros((0,), wide)
     if dense_grads.size:
-      mean = flat.cast(psum(dense_grads, axis_name) / n, wide, saturate=skip)
+      mean = flat.mean_of(psum(dense_grads, axis_name), n, saturate=skip)
       dense_mean = jnp.where(agreed.finite, mean, nothing.astype(wide))
 
     # Adapt. A skipped step leaves everything but the statistics as it was.

@@ -47,6 +47,13 @@ def test_leaves_without_gradients_become_zeros_of_their_kind():
   assert back["w"] == 4 and not back["i"].any() and not back["b"].any()
 
 
+def test_means_of_finite_terms_are_finite():
+  sums = jnp.array([6.0, jnp.inf, -jnp.inf, jnp.nan])  # the last one of 3e38, 3e38, -3e38, -3e38
+  largest = jnp.finfo(jnp.float32).max
+  assert flat.mean_of(sums, 4, saturate=True).tolist() == [1.5, largest, -largest, 0]
+  assert jnp.isnan(flat.mean_of(sums, 4, saturate=False)[3])
+
+
 @pytest.mark.parametrize("tree", [{}, None, (), {"a": None}])
 def test_empty_trees(tree):
   assert flat.flat_size(tree) == 0

@@ -183,3 +183,24 @@ def test_model_parallel_over_an_explicit_axis():
   first, second = np.asarray(state.threshold)
   assert first != second
   assert (np.asarray(state.stats.selected) > 0).all()
+
+
+@pytest.mark.parametrize("density", [0.05, lambda step: jnp.where(step < 1, 0.2, 0.05)])
+def test_vmap_over_an_ensemble(density):
+  """Several models, each with its own exchange: JAX's vmap of a conditional made a type error."""
+  n, members, size = 4, 3, 1000
+  tx = exdyna(density, w.AXIS, num_workers=n)
+
+  def two_steps(grads):
+    updates, state = tx.update(grads, tx.init(grads))
+    return updates, tx.update(grads, state)[0]
+
+  def sparse_means(run):
+    mapped = jax.shard_map(run, mesh=w.mesh_of(n), in_specs=P(w.AXIS), out_specs=P())
+    return jax.jit(mapped)(grads)
+
+  grads = np.random.default_rng(0).standard_normal((n, members, size), np.float32)
+  many = sparse_means(lambda grads: jax.vmap(two_steps)(grads[0]))
+  one = sparse_means(lambda grads: two_steps(grads[0, 1]))
+  for updates, alone in zip(many, one, strict=True):
+    np.testing.assert_array_equal(updates[1], alone)

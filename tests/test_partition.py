@@ -133,7 +133,7 @@ def test_loads_scale_up_what_the_capacity_cut_off():
   loads = partition.expected_loads(
     jnp.zeros(4), jnp.array([1.0, 1.0, 2.0, 0.0]), jnp.array([8, 2]), jnp.array([2, 2]), edges, k=5
   )
-  np.testing.assert_allclose(loads, 0.1 * np.array([4, 4, 2, 0]) / 5**2, rtol=1e-6)
+  np.testing.assert_allclose(loads, 0.1 * np.array([4, 4, 2, 0]) / 5, rtol=1e-6)
   unchanged = partition.expected_loads(
     jnp.ones(4), jnp.zeros(4), jnp.zeros(2, int), jnp.zeros(2, int), edges, k=5
   )

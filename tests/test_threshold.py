@@ -203,6 +203,18 @@ def test_given_first_threshold_is_used():
       assert np.all(get_stats(state).threshold_used == 2)
 
 
+@pytest.mark.parametrize("factor", [0.95, 1.3])
+def test_follows_gradients_that_fall_or_grow(factor):
+  """Drained residuals made searches and near-empty steps take turns: a quarter was never sent."""
+  one = w.run_on(exdyna(DENSITY, w.AXIS), WORKERS, jnp.zeros(N), "vmap")
+  state, rng, counts = one.init(jnp.zeros(N)), np.random.default_rng(0), []
+  for step in range(100):
+    _, state = one.step(state, normal(rng) * np.float32(factor**step))
+    counts.append(int(w.stats_of(one, state).counts.sum()))
+  ratios = np.array(counts[40:]) / (DENSITY * N)
+  assert 0.9 < ratios.mean() < 1.1 and np.mean(np.abs(ratios - 1) < 0.5) > 0.9
+
+
 def test_given_thresholds_stay_what_float32_can_hold():
   """Zero would mean that everything qualifies, and infinity that nothing does."""
   assert rules.as_threshold(1e-60) == rules.LOWEST

@@ -71,7 +71,8 @@ def exdyna(
   Args:
     density: share of the N elements to send per step, in (0, 1]; ``k = max(1, int(density * N))``.
       With 1, everything is sent: the dense mean, at the cost of indices. Or an optax schedule, a
-      function of the number of steps taken with values in (0, 1]; threshold and traffic follow it.
+      function of the number of steps taken with values in (0, 1]; threshold and traffic follow it,
+      up to the largest value of its first 16,384 steps and of the powers of two after them.
     axis_name: mesh axis over which the batch is split, or a tuple of axes.
     num_workers: their number n. Needed only where ``init`` runs outside of the mapped function and
       without ``jax.set_mesh``; default None.
@@ -87,6 +88,7 @@ def exdyna(
     capacity_factor: each worker sends at most ``ceil(capacity_factor * k / n)`` indices, another
       even stride of its picks in each step. None: all, in as many messages as that takes.
     residual_dtype: of the residual and all sums, 16 bits or more; in bfloat16, small ones get lost.
+      What is beyond its range counts as Inf. Thresholds are compared in float32 all the same.
     nonfinite: ``"skip"``: when any worker's gradients hold a NaN or Inf, all workers return a zero
       update, keep their state and count ``stats.skipped``; sums too large for their dtype stay at
       its largest number. ``"propagate"``: no check.

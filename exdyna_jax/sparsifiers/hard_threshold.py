@@ -97,9 +97,11 @@ def hard_threshold(
     return at(jnp.int32(0), size), no_partitions(n), ()
 
   def select(acc: Accumulator, state: State, rank: jax.Array) -> Selection:
-    size = jnp.int32(accumulator.size(acc))
-    hits = selection.find(acc, jnp.int32(0), size, state.threshold)
-    return Selection(hits.found, functools.partial(ranks.take, hits), threshold=state.threshold)
+    size = accumulator.size(acc)
+    # Not the state's, which another algorithm may have made.
+    used = at(state.step, size)
+    hits = selection.find(acc, jnp.int32(0), jnp.int32(size), used)
+    return Selection(hits.found, functools.partial(ranks.take, hits), threshold=used)
 
   def adapt(state: State, outcome: Outcome) -> tuple[jax.Array, jax.Array, Any]:
     return at(state.step + 1, state.residual.shape[0]), state.boundaries, ()
