@@ -26,8 +26,8 @@ FEW_VISITS = 2.0
 WORTHWHILE = 1.1
 
 _HOW_TO_16 = (
-  " Write it as jax.lax.pmean of gradients cast to jnp.bfloat16, if your hardware sums 16 bits; CPUs"
-  " send 32 for it (docs/network.md)."
+  " Write it as jax.lax.pmean of gradients cast to jnp.bfloat16, if your hardware sums 16 bits;"
+  " CPUs send 32 for it (docs/network.md)."
 )
 
 

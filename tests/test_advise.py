@@ -26,9 +26,9 @@ def test_costs_by_hand():
   assert costs[DENSE_16] == (3e6, ms(4, 3e6))
   # Three times 1000 indices and values.
   assert costs[TOP_K] == (24_000, ms(3, 24_000))
-  # Three times 2 + 8 numbers of the header, and 313 indices; then the sums of 1252 values, in parts
+  # Three times 2 + 9 numbers of the header, and 313 indices; then the sums of 1252 values, in parts
   # of 314, by four hops and 1.5 * 4 * 1256 bytes rather than three hops and twice the bytes.
-  indices = 3 * 4 * (2 + 8 + 313)
+  indices = 3 * 4 * (2 + 9 + 313)
   assert costs[EXDYNA] == (indices + 7536, ms(3 + 4, indices + 7536))
   assert costs[EXDYNA_16] == (indices + 3768, ms(3 + 4, indices + 3768))
 
@@ -154,6 +154,10 @@ def test_a_line_through_two_measurements(monkeypatch):
     (["--latency-us", "100"], "--bandwidth-gbit and --workers must be given too"),
     (["--coordinator", "a:1", "--process-id", "0"], "--num-processes must be given too"),
     (["--coordinator", "a:1", "--process-id", "2", "--num-processes", "2"], "must be below"),
+    (["--coordinator", ""], "--coordinator: must be HOST:PORT, such as .*, got ''"),
+    (["--coordinator", "host"], "must be HOST:PORT, such as .*, got 'host'"),
+    (["--coordinator", ":1"], "must be HOST:PORT, such as .*, got ':1'"),
+    (["--coordinator", "host:70000"], "must be HOST:PORT, such as .*, got 'host:70000'"),
     (["--discover", "--cpu-devices", "2"], "--discover and --cpu-devices exclude each other"),
     (["--latency-us", "1", "--bandwidth-gbit", "1", "--workers", "1"], "nothing to exchange"),
   ],
@@ -161,4 +165,5 @@ def test_a_line_through_two_measurements(monkeypatch):
 def test_errors(options, words, capsys):
   with pytest.raises(SystemExit, match="2"):
     advise.main([*PLAN, *options])
-  assert re.search(words, capsys.readouterr().err)
+  errors = capsys.readouterr().err
+  assert re.search(words, errors) and len(errors.splitlines()) == 1, errors
