@@ -37,12 +37,14 @@ def leaving_at_once():
   try:
     yield
   except BaseException as error:
-    if not isinstance(error, Refusal):
-      traceback.print_exc()
-      error = "ended by the error above. Then start all again with --resume: docs/multihost.md"
-    print(f"process {jax.process_index()}: {error}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(1)
+    try:
+      if not isinstance(error, Refusal):
+        traceback.print_exc()
+        error = "ended by the error above. Then start all again with --resume: docs/multihost.md"
+      print(f"process {jax.process_index()}: {error}", file=sys.stderr, flush=True)
+      sys.stdout.flush()
+    finally:  # without devices, nobody knows the index
+      os._exit(1)
 
 
 def start(coordinator, num_processes, process_id):

@@ -136,24 +136,6 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     parser.error("--workers 1: one worker has nothing to exchange")
 
 
-def _start(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-  """Connects the processes."""
-  try:
-    if args.coordinator or args.discover:
-      joining.join(args.coordinator, args.num_processes, args.process_id)
-    elif args.cpu_devices:
-      jax.config.update("jax_platforms", "cpu")
-      jax.config.update("jax_num_cpu_devices", args.cpu_devices)
-  except (RuntimeError, ValueError) as error:
-    parser.error(" ".join(str(error).split()))
-  if len(jax.devices()) == 1:
-    parser.error(
-      "JAX finds a single device, which has nothing to exchange. Start one process per host with"
-      " --coordinator, --num-processes and --process-id; or plan, with --latency-us,"
-      " --bandwidth-gbit and --workers."
-    )
-
-
 def _report(args: argparse.Namespace, workers: int, link: Link, local: float | None) -> str:
   costs = planning.predict(args.params, args.density, workers, link)
   lines = [
@@ -178,6 +160,35 @@ def _report(args: argparse.Namespace, workers: int, link: Link, local: float | N
   return "\n".join([*lines, f"Warning: {warning}"] if warning else lines)
 
 
+def _start(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+  """Connects the processes."""
+  try:
+    if args.coordinator or args.discover:
+      joining.join(args.coordinator, args.num_processes, args.process_id)
+    elif args.cpu_devices:
+      jax.config.update("jax_platforms", "cpu")
+      jax.config.update("jax_num_cpu_devices", args.cpu_devices)
+  except (RuntimeError, ValueError) as error:
+    parser.error(" ".join(str(error).split()))
+
+
+def _measure(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+  """Measures, in all processes, and prints the report in the first."""
+  if len(jax.devices()) == 1:
+    parser.error(
+      "JAX finds a single device, which has nothing to exchange. Start one process per host with"
+      " --coordinator, --num-processes and --process-id; or plan, with --latency-us,"
+      " --bandwidth-gbit and --workers."
+    )
+  if jax.process_count() > 1:
+    joining.agree({name: getattr(args, name) for name in ("params", "density", "repeats")})
+  mesh = probing.make_mesh()
+  link = probing.measure_link(mesh, args.repeats)
+  local = probing.measure_local(mesh, args.params, args.density, args.repeats)
+  if jax.process_index() == 0:
+    print(_report(args, mesh.size, link, local), flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command."""
   parser = _parser()
@@ -188,14 +199,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(_report(args, args.workers, link, None))
     return 0
   _start(parser, args)
-  with joining.leaving_at_once():
-    if jax.process_count() > 1:
-      joining.agree({name: getattr(args, name) for name in ("params", "density", "repeats")})
-    mesh = probing.make_mesh()
-    link = probing.measure_link(mesh, args.repeats)
-    local = probing.measure_local(mesh, args.params, args.density, args.repeats)
-    if jax.process_index() == 0:
-      print(_report(args, mesh.size, link, local), flush=True)
+  with joining.leaving_at_once(parser.prog):
+    _measure(parser, args)
   return 0
 
 

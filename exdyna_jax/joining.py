@@ -84,18 +84,18 @@ def agree(options: Mapping[str, float]) -> None:
 
 
 @contextlib.contextmanager
-def leaving_at_once() -> Iterator[None]:
-  """Ends one of several processes at once after an error.
+def leaving_at_once(name: str) -> Iterator[None]:
+  """Ends one of several processes at once after an error, with a line that begins with ``name``.
 
   Else it would wait for the others at its end, and they for it in their next collective.
   """
   try:
     yield
-  except BaseException as error:
-    if jax.process_count() == 1:
+  except (Exception, KeyboardInterrupt) as error:
+    if not jax.distributed.is_initialized():
       raise
     kind = "" if isinstance(error, Refusal) else f" {type(error).__name__}:"
-    words = f"process {jax.process_index()}:{kind} {error}".split()
+    words = f"{name}:{kind} {error}".split()
     sys.stdout.flush()
     print(*words, file=sys.stderr, flush=True)
     os._exit(1)

@@ -62,11 +62,11 @@ def test_what_differs_is_named(monkeypatch):
 @pytest.mark.parametrize("error", [RuntimeError("peer\n  closed"), KeyboardInterrupt()])
 def test_one_of_several_leaves_at_once_with_one_line(error, monkeypatch, capsys):
   """It waited for the others, and was aborted after 100 seconds."""
-  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
   monkeypatch.setattr(joining.os, "_exit", lambda status: None)
-  with joining.leaving_at_once():
+  with joining.leaving_at_once("advise"):
     raise error
-  line = f"process 0: {type(error).__name__}: {' '.join(str(error).split())}".strip()
+  line = f"advise: {type(error).__name__}: {' '.join(str(error).split())}".strip()
   assert capsys.readouterr().err == f"{line}\n"
 
 
@@ -83,7 +83,7 @@ def test_processes_that_measure_differently_end(tmp_path):
   processes = launch.start([str(script)], logs)
   for process in processes:
     process.wait(timeout=120)
-  for index, log in enumerate(logs):
+  for log in logs:
     log.seek(0)
-    assert f"process {index}: --repeats differs between the processes: 2 and 3" in log.read()
+    assert "advise: --repeats differs between the processes: 2 and 3" in log.read()
   assert [process.returncode for process in processes] == [1, 1]
