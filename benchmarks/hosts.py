@@ -147,10 +147,16 @@ def hosts(number: int) -> Iterator[Hosts]:
   def stop(signum, frame):
     raise SystemExit(128 + signum)
 
-  before = signal.signal(signal.SIGTERM, stop)  # as on Ctrl-C, the block is left
+  before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGHUP)}
+  for signum, handler in before.items():
+    if handler != signal.SIG_IGN:  # as nohup has it
+      signal.signal(signum, stop)  # as on Ctrl-C, the block is left
   try:
     made.up()
     yield made
   finally:
+    for signum in before:
+      signal.signal(signum, signal.SIG_IGN)  # a second one would leave the rest
     made.down()
-    signal.signal(signal.SIGTERM, before)
+    for signum, handler in before.items():
+      signal.signal(signum, handler)

@@ -51,6 +51,13 @@ def start(command, outputs, **environment):
   ]
 
 
+def _follows(process):
+  """Sorts those that ended within a poll: rather a consequence of the others' end, the higher."""
+  if process.returncode == -signal.SIGABRT:  # how JAX ends those that have lost the others
+    return 2
+  return 0 if process.returncode < 0 else 1
+
+
 def wait(processes, grace=GRACE_SECONDS):
   """Waits until all have ended, and ends them itself if need be; returns the first that failed."""
   first, deadline = None, float("inf")
@@ -59,7 +66,7 @@ def wait(processes, grace=GRACE_SECONDS):
       statuses = [process.poll() for process in processes]
       failed = [process for process in processes if process.returncode]
       if first is None and failed:
-        first, deadline = failed[0], time.monotonic() + grace
+        first, deadline = min(failed, key=_follows), time.monotonic() + grace
       if None not in statuses:
         break
       time.sleep(_POLL_SECONDS)

@@ -4,20 +4,17 @@ Every process runs this script; together, their devices are the workers. docs/mu
 to start it, what happens when a process dies, and how to go on after that.
 """
 
-import contextlib
 import itertools
-import os
 import pathlib
-import sys
-import traceback
 
+import cluster
 import jax
 import mnist_data
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import train_mnist
-from jax.experimental import multihost_utils
+from cluster import Refusal
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
@@ -25,51 +22,9 @@ from train_mnist import AXIS
 
 from exdyna_jax import exdyna, get_stats, reshard_state
 
-# The connections of a process that is killed are closed: the others get an error in their next
-# collective, at once. These timeouts are for what leaves connections open.
-HEARTBEAT_SECONDS = 20  # until a machine that fell silent counts as dead; JAX's default is 100
-SHUTDOWN_SECONDS = 60  # that a process waits for the others at its end; JAX's default is 300
-COLLECTIVE_SECONDS = 60  # that CPUs wait for a process that lives but is late; the default is 1800
-
 CHECKPOINTS_KEPT = 2
+CAUSE = 200  # characters of the reason why one cannot be read
 _SAME = ("seed", "batch", "optimizer")  # what a resumed run must have in common with the first
-
-
-def start(args):
-  """Joins the other processes; before anything else touches JAX's devices."""
-  flags = os.environ.get("XLA_FLAGS", "")
-  if "xla_cpu_collective_timeout_seconds" not in flags:
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_collective_timeout_seconds={COLLECTIVE_SECONDS}"
-  # Not jax_enable_recoverability: with it, processes no longer wait for each other at the end, and
-  # those that end after process 0 are aborted.
-  jax.distributed.initialize(
-    args.coordinator,
-    args.num_processes,
-    args.process_id,
-    heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-    shutdown_timeout_seconds=SHUTDOWN_SECONDS,
-  )
-  # CPUs connect in the first collective, and give up on a process that comes 30 seconds late. Here,
-  # no process is still compiling.
-  multihost_utils.sync_global_devices("start")
-
-
-class Refusal(Exception):
-  """Says what is wrong with the options, where it takes all processes to find out."""
-
-
-@contextlib.contextmanager
-def leaving_at_once():
-  """Ends the process at once after an error; else it would wait for the others, and they for it."""
-  try:
-    yield
-  except BaseException as error:
-    if not isinstance(error, Refusal):
-      traceback.print_exc()
-      error = "ended by the error above. Then start all again with --resume: docs/multihost.md"
-    print(f"process {jax.process_index()}: {error}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(1)
 
 
 def make_mesh():
@@ -144,7 +99,17 @@ def restore(checkpoints, step, params, opt_state, args, mesh):
 
 
 def _read(checkpoints, step, item, args):
-  return checkpoints.restore(step, args=ocp.args.Composite(**{item: args}))[item]
+  try:
+    return checkpoints.restore(step, args=ocp.args.Composite(**{item: args}))[item]
+  except jax.errors.JaxRuntimeError:  # says nothing about the files: another process is gone
+    raise
+  except Exception as error:  # of many kinds, by what is broken
+    earlier = [other for other in checkpoints.all_steps() if other < step]
+    place = f"step {max(earlier)}" if earlier else "the beginning"
+    raise Refusal(
+      f"step {step} in {checkpoints.directory} cannot be read: remove it to go on from {place}"
+      f" ({type(error).__name__}: {' '.join(str(error).split())[:CAUSE]})"
+    ) from error
 
 
 def _placed(x, sharding):
@@ -177,7 +142,8 @@ def train(model, data, args, mesh):
 def make_parser():
   parser = train_mnist.Parser(description=__doc__.splitlines()[0])
   add, at_least = parser.add_argument, train_mnist.at_least
-  add("--coordinator", metavar="HOST:PORT", help="of process 0; left out where JAX finds it")
+  where = "of process 0; left out where JAX finds it"
+  add("--coordinator", type=cluster.address, metavar="HOST:PORT", help=where)
   add("--num-processes", type=at_least(1), help="left out where JAX finds it")
   add("--process-id", type=at_least(0), help="left out where JAX finds it")
   add("--density", type=float, default=0.01, help="share of the gradient to send (%(default)s)")
@@ -196,16 +162,16 @@ def make_parser():
 def main(argv=None):
   parser = make_parser()
   args = parser.parse_args(argv)
-  cluster = (args.coordinator, args.num_processes, args.process_id)
-  if None in cluster and cluster != (None, None, None):
+  place = (args.coordinator, args.num_processes, args.process_id)
+  if None in place and place != (None, None, None):
     parser.error("--coordinator, --num-processes and --process-id go together")
   try:
     make_tx(args, num_workers=None)
     data = mnist_data.load(args.data_dir, args.seed)
+    cluster.start(*place)
   except (OSError, ValueError) as error:
     parser.error(" ".join(str(error).split()))
-  start(args)
-  with leaving_at_once():
+  with cluster.leaving_at_once():
     run(args, data)
 
 

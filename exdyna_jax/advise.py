@@ -24,14 +24,24 @@ Example:
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import jax
 
-from . import planning, probing
+from . import joining, planning, probing
 from .flat import MAX_SIZE
 from .planning import predict as predict
 from .planning import recommend as recommend
 from .values import Link
+
+MAX_PORT = 65535
+
+
+class _Parser(argparse.ArgumentParser):
+  """Answers a bad argument with one line instead of the whole usage."""
+
+  def error(self, message: str) -> NoReturn:
+    self.exit(2, f"{self.prog}: {message} (--help lists the options)\n")
 
 
 def _positive(text: str) -> float:
@@ -62,6 +72,13 @@ def _rank(text: str) -> int:
   return value
 
 
+def _address(text: str) -> str:
+  host, _, port = text.rpartition(":")
+  if not host or not port.isdecimal() or not 0 < int(port) <= MAX_PORT:
+    raise argparse.ArgumentTypeError(f"must be HOST:PORT, such as 10.0.0.1:29500, got {text!r}")
+  return text
+
+
 for _function, _name in (
   (_positive, "number"),
   (_share, "number"),
@@ -72,16 +89,15 @@ for _function, _name in (
 
 
 def _parser() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser(
-    prog="python -m exdyna_jax.advise", description=str(__doc__).splitlines()[0]
-  )
+  parser = _Parser(prog="python -m exdyna_jax.advise", description=str(__doc__).splitlines()[0])
   add = parser.add_argument
   add("--params", type=_count, required=True, help="number of parameters, such as 11e6")
   add("--density", type=_share, required=True, help="share of the gradient to send, such as 1e-3")
   add("--steps", type=_count, help="of the training: warns if the density is too low for them")
   add("--repeats", type=_count, default=20, help="of each measurement (%(default)s)")
   several = parser.add_argument_group("several processes")
-  several.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
+  where = "where process 0 listens"
+  several.add_argument("--coordinator", type=_address, metavar="HOST:PORT", help=where)
   several.add_argument("--num-processes", type=_count, help="how many there are")
   several.add_argument("--process-id", type=_rank, help="which of them this one is, from 0")
   discover = "let JAX find out all three, on a cluster that it knows"
@@ -120,26 +136,6 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     parser.error("--workers 1: one worker has nothing to exchange")
 
 
-def _start(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-  """Connects the processes."""
-  try:
-    if args.coordinator:
-      jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
-    elif args.discover:
-      jax.distributed.initialize()
-    elif args.cpu_devices:
-      jax.config.update("jax_platforms", "cpu")
-      jax.config.update("jax_num_cpu_devices", args.cpu_devices)
-  except (RuntimeError, ValueError) as error:
-    parser.error(f"cannot connect: {error}")
-  if len(jax.devices()) == 1:
-    parser.error(
-      "JAX finds a single device, which has nothing to exchange. Start one process per host with"
-      " --coordinator, --num-processes and --process-id; or plan, with --latency-us,"
-      " --bandwidth-gbit and --workers."
-    )
-
-
 def _report(args: argparse.Namespace, workers: int, link: Link, local: float | None) -> str:
   costs = planning.predict(args.params, args.density, workers, link)
   lines = [
@@ -164,6 +160,35 @@ def _report(args: argparse.Namespace, workers: int, link: Link, local: float | N
   return "\n".join([*lines, f"Warning: {warning}"] if warning else lines)
 
 
+def _start(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+  """Connects the processes."""
+  try:
+    if args.coordinator or args.discover:
+      joining.join(args.coordinator, args.num_processes, args.process_id)
+    elif args.cpu_devices:
+      jax.config.update("jax_platforms", "cpu")
+      jax.config.update("jax_num_cpu_devices", args.cpu_devices)
+  except (RuntimeError, ValueError) as error:
+    parser.error(" ".join(str(error).split()))
+
+
+def _measure(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+  """Measures, in all processes, and prints the report in the first."""
+  if len(jax.devices()) == 1:
+    parser.error(
+      "JAX finds a single device, which has nothing to exchange. Start one process per host with"
+      " --coordinator, --num-processes and --process-id; or plan, with --latency-us,"
+      " --bandwidth-gbit and --workers."
+    )
+  if jax.process_count() > 1:
+    joining.agree({name: getattr(args, name) for name in ("params", "density", "repeats")})
+  mesh = probing.make_mesh()
+  link = probing.measure_link(mesh, args.repeats)
+  local = probing.measure_local(mesh, args.params, args.density, args.repeats)
+  if jax.process_index() == 0:
+    print(_report(args, mesh.size, link, local), flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command."""
   parser = _parser()
@@ -174,11 +199,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(_report(args, args.workers, link, None))
     return 0
   _start(parser, args)
-  mesh = probing.make_mesh()
-  link = probing.measure_link(mesh, args.repeats)
-  local = probing.measure_local(mesh, args.params, args.density, args.repeats)
-  if jax.process_index() == 0:
-    print(_report(args, mesh.size, link, local))
+  with joining.leaving_at_once(parser.prog):
+    _measure(parser, args)
   return 0
 
 

@@ -4,6 +4,7 @@ All by the cost of a collective as in `values`: hops times latency, plus bytes o
 a worker computes for itself comes on top.
 """
 
+from decimal import ROUND_UP, Context
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -23,6 +24,11 @@ EXDYNA, EXDYNA_16 = "exdyna", "exdyna, bfloat16 values"
 FEW_VISITS = 2.0
 # 16-bit values are advised where they save more than this.
 WORTHWHILE = 1.1
+
+_HOW_TO_16 = (
+  " Write it as jax.lax.pmean of gradients cast to jnp.bfloat16, if your hardware sums 16 bits;"
+  " CPUs send 32 for it (docs/network.md)."
+)
 
 
 class Cost(NamedTuple):
@@ -80,32 +86,38 @@ def recommend(costs: dict[str, Cost], density: float, link: Link, local: float =
     local: seconds that exdyna takes besides the exchange, in each step.
   """
   full, half = (costs[name].seconds + local for name in (EXDYNA, EXDYNA_16))
-  is_half = full > WORTHWHILE * half
-  sparse = half if is_half else full
   dense, dense_16 = costs[DENSE].seconds, costs[DENSE_16].seconds
-  if min(dense, dense_16) <= sparse:
-    best = DENSE if dense <= dense_16 else DENSE_16
+  fastest_dense = min(dense, dense_16)
+  own = f", its own part of {1e3 * local:.3g} ms counted in" if local else ""
+  if fastest_dense <= min(full, half):
+    name = EXDYNA if full <= half else EXDYNA_16
     return (
-      f"dense is faster here: {best}, takes {1e3 * min(dense, dense_16):.3g} ms a step, exdyna"
-      f" {1e3 * sparse:.3g} ms."
+      f"dense is faster here: {DENSE if dense <= dense_16 else DENSE_16}, takes"
+      f" {1e3 * fastest_dense:.3g} ms a step, {name}, {1e3 * min(full, half):.3g} ms{own}."
+      f"{'' if dense <= dense_16 else _HOW_TO_16}"
     )
+  # In full only where that, too, is faster than dense.
+  is_half = full > min(WORTHWHILE * half, fastest_dense)
+  sparse = half if is_half else full
   latency, bandwidth = (f"{x:.3g}" for x in link)
   dtype = "wire_dtype=jnp.bfloat16, " if is_half else ""
   return (
     f"exdyna is {dense / sparse:.3g} times faster than dense float32, and {dense_16 / sparse:.3g}"
-    f" times than dense in 16 bits: exdyna({density:g}, axis_name, {dtype}"
+    f" times than dense in 16 bits{own}: exdyna({density:g}, axis_name, {dtype}"
     f"link=Link(latency_us={latency}, bandwidth_gbit={bandwidth}))"
   )
 
 
 def warning(density: float, steps: int) -> str | None:
   """What to say about a density that is too low for so many steps; None: nothing."""
-  if steps * density >= FEW_VISITS:
+  if steps * density >= FEW_VISITS or density == 1:
     return None
+  # Rounded up, as below it the warning would come again.
+  rounded_up = Context(prec=2, rounding=ROUND_UP).create_decimal(repr(FEW_VISITS / steps))
+  cure = f"a density of {float(rounded_up):g}, or more steps" if rounded_up <= 1 else "more steps"
   return (
     f"{steps} steps at density {density:g} send a coordinate {steps * density:.2g} times on"
-    f" average, and most never. Below about {FEW_VISITS:g}, accuracy suffers: take a density of"
-    f" {min(FEW_VISITS / steps, 1):.2g}, or more steps."
+    f" average, and most never. Below about {FEW_VISITS:g}, accuracy suffers: take {cure}."
   )
 
 

@@ -2,10 +2,12 @@
 
 import importlib
 import json
+import signal
 
 import compare
 import control
 import device
+import hosts
 import inputs
 import network
 import network_pictures
@@ -107,6 +109,31 @@ def test_network_says_why_it_measures_nothing(monkeypatch, capsys):
   monkeypatch.setattr(network.hosts.os, "geteuid", lambda: 1000)
   network.main(["--quick"])
   assert "skipped: network namespaces need" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_hosts_are_torn_down_by_a_signal(name, monkeypatch):
+  """A closed terminal left the namespaces behind."""
+  signum, done = signal.Signals[name], []
+
+  def down(self):
+    signal.raise_signal(signum)  # once more
+    done.append("down")
+
+  monkeypatch.setattr(hosts.Hosts, "up", lambda self: done.append("up"))
+  monkeypatch.setattr(hosts.Hosts, "down", down)
+  before = signal.signal(signum, signal.SIG_DFL)
+  try:
+    with pytest.raises(SystemExit, match=str(128 + signum)), hosts.hosts(2):
+      assert callable(signal.getsignal(signum))  # else the signal would end the tests
+      signal.raise_signal(signum)
+    assert done == ["up", "down"]
+    assert signal.getsignal(signum) == signal.SIG_DFL
+    signal.signal(signum, signal.SIG_IGN)
+    with hosts.hosts(2):
+      signal.raise_signal(signum)
+  finally:
+    signal.signal(signum, before)
 
 
 def test_network_draws_what_was_measured(tmp_path):

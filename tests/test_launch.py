@@ -47,6 +47,28 @@ sys.exit(5)
   assert errors.splitlines()[:2] == ["process 2 failed first, with status 1", "the cause"]
 
 
+class Ended:
+  """A process that has ended, as `subprocess.Popen` tells of it."""
+
+  def __init__(self, returncode):
+    self.returncode = returncode
+
+  def poll(self):
+    return self.returncode
+
+  kill = wait = poll
+
+
+@pytest.mark.parametrize(
+  ("statuses", "cause"),
+  [((0, 1, -9), 2), ((-6, 1, 1), 1), ((-6, 1, -11), 2), ((0, 0, -6), 2), ((3, 1, 0), 0)],
+)
+def test_of_several_that_end_at_once_the_cause_is_told(statuses, cause):
+  """One that was killed ends the others within milliseconds: the first in order was blamed."""
+  processes = [Ended(status) for status in statuses]
+  assert launch.wait(processes) is processes[cause]
+
+
 def test_those_that_do_not_notice_a_failure_are_killed(tmp_path):
   script = tmp_path / "script.py"
   script.write_text("import sys, time\nif sys.argv[-1] == '1': sys.exit(3)\ntime.sleep(600)")

@@ -9,12 +9,14 @@ import shutil
 import time
 from typing import NamedTuple
 
+import cluster
 import jax
 import jax.numpy as jnp
 import launch
 import multihost
 import multihost_process
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from test_examples import is_refused, write_idx_folder
 
@@ -175,6 +177,7 @@ def test_reshard_state_gathers_the_residuals_of_all_processes(undisturbed):
   ("arguments", "message"),
   [
     (["--process-id", "1"], "go together"),
+    (["--coordinator", ""], "--coordinator: must be HOST:PORT"),
     (["--density", "2"], "density"),
     (["--data-dir", "missing"], "missing holds none of"),
   ],
@@ -184,7 +187,29 @@ def test_bad_argument_gets_one_line_before_anything_starts(arguments, message, c
 
 
 def test_a_checkpoint_is_neither_overwritten_nor_taken_for_another_training(trainings, killed):
-  with pytest.raises(multihost.Refusal, match="holds step 8: add --resume"):
+  with pytest.raises(cluster.Refusal, match="holds step 8: add --resume"):
     trainings.emulate(2, "untouched")
-  with pytest.raises(multihost.Refusal, match="--seed is 1, but .* 0"):
+  with pytest.raises(cluster.Refusal, match="--seed is 1, but .* 0"):
     trainings.emulate(2, "untouched", "--resume", "--seed", "1")
+
+
+@pytest.mark.parametrize("broken", ["missing", "truncated"])
+def test_a_checkpoint_that_cannot_be_read_is_named(broken, tmp_path):
+  """It was told to start again with --resume, which failed again."""
+  checkpoints = multihost.open_checkpoints(tmp_path)
+  for step in (12, 16):
+    checkpoints.save(step, args=ocp.args.Composite(settings=ocp.args.JsonSave({"seed": 0})))
+
+  def read(step):
+    return multihost._read(checkpoints, step, "settings", ocp.args.JsonRestore())
+
+  for step, place in ((16, "step 12"), (12, "the beginning")):
+    assert read(step) == {"seed": 0}
+    item = tmp_path / str(step) / "settings"
+    if broken == "missing":
+      shutil.rmtree(item)
+    else:
+      (item / "metadata").write_bytes(b"")
+    words = f"step {step} in {tmp_path} cannot be read: remove it to go on from {place} "
+    with pytest.raises(cluster.Refusal, match=words):
+      read(step)
