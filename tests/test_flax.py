@@ -10,7 +10,7 @@ from flax import linen, nnx
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
-from exdyna_jax import exdyna, get_stats, local_params, state_specs
+from exdyna_jax import exdyna, get_stats, local_params, reshard_state, state_specs
 
 WORKERS, STEPS, INPUTS = 4, 30, 8
 MESH = w.mesh_of(WORKERS)
@@ -18,8 +18,8 @@ X = np.random.default_rng(0).standard_normal((64, INPUTS)).astype(np.float32)
 Y = X @ np.random.default_rng(1).standard_normal((INPUTS, 3)).astype(np.float32)
 
 
-def transform():
-  return optax.chain(exdyna(0.2, w.AXIS, num_workers=WORKERS), optax.sgd(0.05, momentum=0.5))
+def transform(n=WORKERS):
+  return optax.chain(exdyna(0.2, w.AXIS, num_workers=n), optax.sgd(0.05, momentum=0.5))
 
 
 def check(losses, params, residual, stats):
@@ -73,9 +73,9 @@ class Model(nnx.Module):
     return self.linear(x) + self.residual[...]
 
 
-def make_nnx():
+def make_nnx(n=WORKERS):
   model = Model()
-  return model, nnx.Optimizer(model, transform(), wrt=nnx.Param)
+  return model, nnx.Optimizer(model, transform(n), wrt=nnx.Param)
 
 
 def nnx_step(model, optimizer, x, y):
@@ -109,11 +109,11 @@ def test_nnx_under_its_own_shard_map():
   check(losses, nnx.state(model), residual, get_stats(optimizer))
 
 
-def test_nnx_split_under_shard_map():
-  """The pure form: nnx has replaced our NamedTuple by mappings, and the specs are the same."""
-  graph, state = nnx.split(make_nnx())
+def train_split(pair, mesh, steps):
+  """The pure form: nnx replaces our NamedTuple by mappings, and the specs are the same."""
+  graph, state = nnx.split(pair)
   specs = state_specs(state, w.AXIS)
-  state = jax.device_put(state, w.shardings(MESH, specs))
+  state = jax.device_put(state, w.shardings(mesh, specs))
 
   def train_step(state, x, y):
     model, optimizer = nnx.merge(graph, state)
@@ -123,17 +123,39 @@ def test_nnx_split_under_shard_map():
   step = jax.jit(
     jax.shard_map(
       train_step,
-      mesh=MESH,
+      mesh=mesh,
       in_specs=(specs, P(w.AXIS), P(w.AXIS)),
       out_specs=(specs, P()),
     )
   )
   losses = []
-  for _ in range(STEPS):
+  for _ in range(steps):
     state, loss = step(state, X, Y)
     losses.append(float(loss))
+  return state, losses
+
+
+def test_nnx_split_under_shard_map():
+  state, losses = train_split(make_nnx(), MESH, STEPS)
   residual = state[1]["opt_state"][0]["residual"][...]
   check(losses, state[0], residual, get_stats(state))
+
+
+@pytest.mark.parametrize("form", ["opt_state", "state"])
+def test_nnx_goes_on_with_fewer_workers(form):
+  """Resharding put bare arrays in the place of variables, and the next nnx.split failed."""
+  pair = make_nnx(8)
+  state, losses = train_split(pair, w.mesh_of(8), STEPS // 2)
+  nnx.update(pair, state)
+  model, optimizer = pair[0], nnx.Optimizer(pair[0], transform(4), wrt=nnx.Param)
+  if form == "opt_state":
+    optimizer.opt_state = reshard_state(pair[1].opt_state, 4)
+  else:
+    nnx.update(optimizer, reshard_state(nnx.state(pair[1]), 4))
+  assert np.any(optimizer.opt_state[0].residual[...])
+  state, more = train_split((model, optimizer), MESH, STEPS)
+  assert more[0] < losses[0]
+  check(losses + more, state[0], state[1]["opt_state"][0]["residual"][...], get_stats(state))
 
 
 @pytest.mark.parametrize(
