@@ -54,6 +54,12 @@ def test_hold_finds_the_sparsifier_wherever_it_stands(place):
   assert jnp.any(before) and (before == after).all()
 
 
+def test_the_program_with_pmap_runs():
+  (block,) = [block for block in blocks_of("libraries.md") if "jax.pmap(tx.init" in block]
+  names = run([block], {})
+  assert names["loss"][0] < 1 and names["stats"].counts.shape == (names["n"],)
+
+
 @pytest.mark.slow
 def test_the_recipes_run():
   names = run(blocks_of("optax.md"), {})

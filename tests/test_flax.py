@@ -1,5 +1,8 @@
 """Training with flax: linen's TrainState, and nnx in the two ways that it maps a step."""
 
+import pathlib
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +17,7 @@ from exdyna_jax import exdyna, get_stats, local_params, reshard_state, state_spe
 
 WORKERS, STEPS, INPUTS = 4, 30, 8
 MESH = w.mesh_of(WORKERS)
+RECIPES = pathlib.Path(__file__).parent.parent / "docs" / "recipes" / "libraries.md"
 X = np.random.default_rng(0).standard_normal((64, INPUTS)).astype(np.float32)
 Y = X @ np.random.default_rng(1).standard_normal((INPUTS, 3)).astype(np.float32)
 
@@ -187,3 +191,51 @@ def test_specs_of_the_nnx_state_of_the_sparsifier_alone():
   specs = state_specs(ours, w.AXIS)
   assert jax.tree.leaves(specs["residual"]) == [P(w.AXIS)]
   assert jax.tree.leaves(specs["boundaries"]) == [P()]
+
+
+class Noisy(linen.Module):
+  @linen.compact
+  def __call__(self, x):
+    x = linen.BatchNorm(use_running_average=False)(linen.Dense(3)(x))
+    return linen.Dropout(0.5, deterministic=False)(x)
+
+
+def test_statistics_of_the_batch_are_the_same_everywhere_and_dropout_is_not():
+  """Traced as the recipe has it: types say whether results that go out as P() are the same."""
+  blocks = re.findall(r"```python\n(.*?)```", RECIPES.read_text(), re.DOTALL)
+  (block,) = [block for block in blocks if "fold_in" in block]
+  model, key = Noisy(), jax.random.key(0)
+  tx = transform()
+  names = {**globals(), "model": model, "tx": tx}
+  exec(compile(block, str(RECIPES), "exec"), names)
+  variables = model.init({"params": key, "dropout": key}, X)
+  state = tx.init(variables["params"])
+  specs = state_specs(state, w.AXIS)
+  mapped = jax.shard_map(
+    names["train_step"],
+    mesh=MESH,
+    in_specs=(P(), P(), specs, P(w.AXIS), P(w.AXIS), P()),
+    out_specs=(P(), P(), specs),
+  )
+  out = jax.eval_shape(mapped, variables["params"], variables["batch_stats"], state, X, Y, key)
+  assert jax.tree.structure(out[1]) == jax.tree.structure(variables["batch_stats"])
+
+
+def test_nnx_keeps_the_statistics_of_the_batch():
+  model = nnx.BatchNorm(INPUTS, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, transform(), wrt=nnx.Param)
+  blocks = re.findall(r"```python\n(.*?)```", RECIPES.read_text(), re.DOTALL)
+  (block,) = [block for block in blocks if "nnx.BatchStat" in block]
+  names = {**globals(), "loss_fn": lambda model, x, y: jnp.mean(model(x) ** 2)}
+  exec(compile(block, str(RECIPES), "exec"), names)
+  graph, state = nnx.split((model, optimizer))
+  specs = state_specs(state, w.AXIS)
+
+  def step(state, x, y):
+    pair = nnx.merge(graph, state)
+    names["train_step"](*pair, x, y)
+    return nnx.state(pair)
+
+  mapped = jax.shard_map(step, mesh=MESH, in_specs=(specs, P(w.AXIS), P(w.AXIS)), out_specs=specs)
+  new = jax.jit(mapped)(state, X + 1, Y)
+  assert jnp.all(new[0]["mean"][...] > 0)
