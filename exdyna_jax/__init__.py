@@ -4,7 +4,8 @@
 - `micro`, `deft`, `top_k`, `clt_k`, `hard_threshold`, `sage`, `sidco`, `random_k`: its relatives
 - `dense`: the dense mean; all have the same state and statistics
 - `local_params`: the cast that keeps gradients on their worker
-- `state_specs`: how the state lies on a mesh; `reshard_state`: the same for other numbers of workers
+- `state_specs`: how the state lies on a mesh
+- `reshard_state`: the same state for another number of workers
 - `get_stats`: what the last step did; `Stats` says what its fields mean
 - `State`: the state of all of them
 - `Link`: a network, for the fastest way through it

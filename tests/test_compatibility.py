@@ -66,3 +66,9 @@ def test_the_recipes_run():
   before, after = (names["loss"](names[key], names["x"]) for key in ("params", "params_then"))
   assert after < before and jnp.isfinite(after)
   assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(names["opt_state"]))
+  # The loss scale stops above zero, through which gradients are divided.
+  _, (_, scale, _) = names["train"](
+    lambda params: (names["tx"].init(params), jnp.float32(2.0), jnp.int32(0)),
+    lambda params, training, x: names["scaled_step"](params, training, x * jnp.nan),
+  )
+  assert scale == 1
