@@ -5,8 +5,10 @@
 - `dense`: the dense mean; all have the same state and statistics
 - `local_params`: the cast that keeps gradients on their worker
 - `state_specs`: how the state lies on a mesh
+- `reshard_state`: the same state for another number of workers
 - `get_stats`: what the last step did; `Stats` says what its fields mean
 - `State`: the state of all of them
+- `Link`: a network, for the fastest way through it
 
 A step of data-parallel training, with any of them in front of any optimizer:
 
@@ -33,22 +35,40 @@ A step of data-parallel training, with any of them in front of any optimizer:
 
 from importlib.metadata import version as _version
 
-from .reshard import reshard_state as reshard_state
-from .sparsifiers.clt_k import clt_k as clt_k
-from .sparsifiers.deft import deft as deft
-from .sparsifiers.dense import dense as dense
-from .sparsifiers.exdyna import exdyna as exdyna
-from .sparsifiers.hard_threshold import hard_threshold as hard_threshold
-from .sparsifiers.micro import micro as micro
-from .sparsifiers.random_k import random_k as random_k
-from .sparsifiers.sage import sage as sage
-from .sparsifiers.sidco import sidco as sidco
-from .sparsifiers.top_k import top_k as top_k
-from .specs import get_stats as get_stats
-from .specs import state_specs as state_specs
-from .state import State as State
-from .state import Stats as Stats
-from .values import Link as Link
-from .varying import local_params as local_params
+from .reshard import reshard_state
+from .sparsifiers.clt_k import clt_k
+from .sparsifiers.deft import deft
+from .sparsifiers.dense import dense
+from .sparsifiers.exdyna import exdyna
+from .sparsifiers.hard_threshold import hard_threshold
+from .sparsifiers.micro import micro
+from .sparsifiers.random_k import random_k
+from .sparsifiers.sage import sage
+from .sparsifiers.sidco import sidco
+from .sparsifiers.top_k import top_k
+from .specs import get_stats, state_specs
+from .state import State, Stats
+from .values import Link
+from .varying import local_params
+
+__all__ = [
+  "clt_k",
+  "deft",
+  "dense",
+  "exdyna",
+  "get_stats",
+  "hard_threshold",
+  "Link",
+  "local_params",
+  "micro",
+  "random_k",
+  "reshard_state",
+  "sage",
+  "sidco",
+  "State",
+  "state_specs",
+  "Stats",
+  "top_k",
+]
 
 __version__ = _version("exdyna_jax")

@@ -42,6 +42,16 @@ def check_type(name: str, value: Any, kind: type, wanted: str) -> None:
     raise TypeError(f"{name} must be {wanted}, got {value!r}.")
 
 
+def check_order(call: str, tree: Any, kind: type, other: Any) -> None:
+  """Raises TypeError if ``tree`` is of the ``kind`` that the ``other`` argument should be."""
+  # By their types: a whole state would hide the message.
+  if isinstance(tree, kind) and not isinstance(other, kind):
+    raise TypeError(
+      f"the arguments of {call} are swapped: they are of {type(tree).__name__} and"
+      f" {type(other).__name__}."
+    )
+
+
 def check_choice(name: str, value: Any, choices: tuple[str, ...], hint: str = "") -> None:
   """Raises unless ``value`` is one of ``choices``."""
   wanted = f"one of {', '.join(map(repr, choices))}"

@@ -1,5 +1,6 @@
 """Leaves that are averaged densely, beside the sparse ones."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ def split(tree: Any, dense_mask: Any) -> tuple[Any, Any]:
     Two trees with the structure of ``tree``, for `merge`.
 
   Raises:
-    TypeError: a leaf of the mask is no bool.
+    TypeError: a leaf of the mask is no bool, or the function fails on the tree.
     ValueError: the mask has another structure, or True for all elements.
   """
   # A tree without leaves, such as optax's placeholder for parameters, may have any structure.
@@ -30,7 +31,7 @@ def split(tree: Any, dense_mask: Any) -> tuple[Any, Any]:
   leaves = jax.tree.leaves(dense_mask)
   is_tree = len(leaves) > 0 and all(isinstance(leaf, (bool, np.bool_)) for leaf in leaves)
   is_function = callable(dense_mask) and not is_tree
-  mask = dense_mask(tree) if is_function else dense_mask
+  mask = _called(dense_mask, tree) if is_function else dense_mask
   for path, leaf in jax.tree_util.tree_leaves_with_path(mask):
     if not isinstance(leaf, (bool, np.bool_)):
       raise TypeError(
@@ -48,6 +49,18 @@ def split(tree: Any, dense_mask: Any) -> tuple[Any, Any]:
   sparse = jax.tree.map(lambda flag, leaf: None if flag else leaf, flags, tree)
   dense = jax.tree.map(lambda flag, leaf: leaf if flag else None, flags, tree)
   return sparse, dense
+
+
+def _called(dense_mask: Callable[[Any], Any], tree: Any) -> Any:
+  try:
+    return dense_mask(tree)
+  except (AttributeError, TypeError) as error:
+    raise TypeError(
+      f"dense_mask is called with the whole tree, here a {type(tree).__name__}, and raises:"
+      f" {error}. A function of a leaf goes through jax.tree.map:"
+      " dense_mask=lambda tree: jax.tree.map(lambda x: x.ndim < 2, tree); one of its path and"
+      " itself through jax.tree_util.tree_map_with_path."
+    ) from error
 
 
 def merge(sparse: Any, dense: Any) -> Any:

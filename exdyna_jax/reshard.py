@@ -1,5 +1,6 @@
 """The same state for another number of workers."""
 
+import numbers
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ from jax.experimental import multihost_utils
 
 from . import checks
 from .partition import balanced_boundaries, equal_boundaries
-from .state import PerWorker, State, empty_stats, is_state
+from .state import PerWorker, empty_stats, field, has_fields, key_name, leaf
 
 
 @checks.default_promotion
@@ -27,19 +28,21 @@ def reshard_state(tree: Any, num_workers: int) -> Any:
 
   Args:
     tree: an optax state, a TrainState or any pytree with states of sparsifiers, as it is outside of
-      the mapped function: residuals ``[n * N]``.
+      the mapped function: residuals ``[n * N]``. Also where the `State` has become a mapping of its
+      fields, as in ``flax.nnx.state(optimizer)``.
     num_workers: n', the new number of workers, at least 1.
 
   Returns:
-    The tree with states for n' workers, in which all arrays are NumPy's; other leaves are left
-    alone. Put it onto the new mesh with ``jax.device_put`` and `state_specs`. Threshold, step and
-    skipped steps are kept; partitions are made anew, from the load where it is known; the other
-    statistics of the last step are cleared. With several hosts, call it on all: each gets all.
+    The tree, of the same structure, with states for n' workers, in which all arrays are NumPy's.
+    Everything else is left alone: put the tree onto the new mesh with ``jax.device_put`` and
+    `state_specs`, and replace the transformation in a TrainState. Threshold, step and skipped steps
+    are kept; partitions are made anew, from the load where it is known; the other statistics of the
+    last step are cleared. With several hosts, call it on all: each gets all.
 
   Raises:
-    TypeError: ``num_workers`` is not an integer.
+    TypeError: ``num_workers`` is not an integer, or the arguments are swapped.
     ValueError: ``num_workers`` is less than 1; the tree holds no state of a sparsifier, or one as
-      it is inside of the mapped function or under pmap.
+      it is inside of the mapped function or under pmap, or one without values.
 
   Example:
     >>> import jax.numpy as jnp
@@ -49,58 +52,100 @@ def reshard_state(tree: Any, num_workers: int) -> Any:
     >>> reshard_state(state, 2).residual, reshard_state(state, 1).residual
     (array([1.5, 4.5], dtype=float32), array([3.], dtype=float32))
   """
+  checks.check_order("reshard_state(tree, num_workers)", tree, numbers.Integral, num_workers)
   num_workers = checks.check_count("num_workers", num_workers)
-  if not any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state))):
+  if not any(map(has_fields, jax.tree.leaves(tree, is_leaf=has_fields))):
     raise ValueError(
       f"reshard_state found no state of a sparsifier in a {type(tree).__name__}. Pass the optimizer"
-      " state that holds it. A checkpoint that was restored as dicts has lost its types: restore it"
-      " into the structure of init, target = jax.eval_shape(tx.init, params)."
+      " state that holds it, with its structure: leaves that were saved alone are put back by"
+      " jax.tree.unflatten(jax.tree.structure(jax.eval_shape(tx.init, params)), leaves)."
     )
 
   def reshard(node):
-    return _reshard(node, num_workers) if is_state(node) else node
+    return _reshard(node, num_workers) if has_fields(node) else node
 
-  return jax.tree.map(reshard, tree, is_leaf=is_state)
+  return jax.tree.map(reshard, tree, is_leaf=has_fields)
 
 
-def _reshard(state: State, num_workers: int) -> State:
-  if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state)):
-    raise ValueError(
-      "reshard_state needs the values of the state, which are not known under jax.jit and within"
-      " jax.shard_map. Call it outside of them."
-    )
+def _reshard(state: Any, num_workers: int) -> Any:
+  _check_values(state)
   state = jax.tree.map(_on_this_host, state)
-  n = state.boundaries.shape[-1] - 1
-  if state.boundaries.ndim != 1 or state.residual.ndim != 1 or state.residual.shape[0] % n:
-    raise ValueError(
-      f"residual has shape {state.residual.shape}, but reshard_state needs those of all {n} workers"
-      " in one vector [n * N], as under jax.shard_map with state_specs. Call it outside of the"
-      " mapped function; under pmap or vmap, lay out the state like that first."
-    )
+  n = _check_layout(leaf(state, "residual").shape, leaf(state, "boundaries").shape)
   shares = _overlaps(n, num_workers)
-  rows = np.asarray(state.residual).reshape(n, -1)
+  rows = leaf(state, "residual").reshape(n, -1)
 
-  def of_new_workers(memory):
-    if not isinstance(memory, PerWorker):
-      return memory
-    return PerWorker(jnp.asarray(shares, memory.values.dtype) @ memory.values)
+  def of_new_workers(node):
+    if not has_fields(node, PerWorker):
+      return node
+    return jax.tree.map(lambda x: jnp.asarray(shares, x.dtype) @ x, node)
 
-  num_blocks, loads = int(state.boundaries[-1]), getattr(state.memory, "loads", ())
+  num_blocks, loads = int(leaf(state, "boundaries")[-1]), _loads(state)
   if len(loads):
     boundaries = balanced_boundaries(jnp.asarray(loads), num_workers)
   else:
     boundaries = equal_boundaries(num_blocks, num_workers)
-  stats = empty_stats(num_workers)._replace(
-    skipped=state.stats.skipped, consecutive_skips=state.stats.consecutive_skips
+  stats = empty_stats(num_workers)._asdict()
+  del stats["skipped"], stats["consecutive_skips"]
+  new: dict[tuple[str, ...], Any] = {("stats", name): value for name, value in stats.items()}
+  new["residual",] = np.concatenate([_mix(rows, share) for share in shares])
+  new["boundaries",] = boundaries
+
+  # By paths, so that mappings and the variables of flax.nnx stay what they are.
+  def renew(path, old):
+    names = tuple(map(key_name, path[:2]))
+    return new.get(names[:1], new.get(names, old))
+
+  state = jax.tree.map(of_new_workers, state, is_leaf=lambda x: has_fields(x, PerWorker))
+  return jax.device_get(jax.tree_util.tree_map_with_path(renew, state))
+
+
+def _loads(state: Any) -> Any:
+  """The loads of the blocks, if the algorithm remembers any."""
+  leaves = jax.tree_util.tree_leaves_with_path(field(state, "memory"))
+  return next((x for path, x in leaves if key_name(path[0]) == "loads"), ())
+
+
+def _check_values(state: Any) -> None:
+  """Raises ValueError if a leaf is traced or abstract."""
+  leaves = jax.tree.leaves(state)
+  if any(isinstance(x, jax.core.Tracer) for x in leaves):
+    raise ValueError(
+      "reshard_state needs the values of the state, which are not known under jax.jit and within"
+      " jax.shard_map. Call it outside of them."
+    )
+  abstract = [type(x).__name__ for x in leaves if isinstance(x, jax.ShapeDtypeStruct)]
+  if abstract:
+    raise ValueError(
+      f"reshard_state needs the values of the state, got a {abstract[0]}. Restore the state for the"
+      " old number of workers first, then reshard it. For the shapes alone, call jax.eval_shape on"
+      " the init of a transformation for the new number."
+    )
+
+
+def _check_layout(residual: tuple[int, ...], boundaries: tuple[int, ...]) -> int:
+  """The number of workers of a state with these shapes; ValueError unless it is as outside."""
+  n = boundaries[-1] - 1
+  if len(boundaries) == 1 and len(residual) == 1 and residual[0] % n == 0:
+    return n
+  cure = "Call it outside of the mapped function."
+  if len(boundaries) == len(residual) == 2:
+    cure = (
+      "Under pmap and vmap everything has a row for each worker. Take the first, but for the"
+      " residual: jax.tree.map(lambda x, spec: x[0] if spec == P() else x.reshape(-1), opt_state,"
+      " state_specs(opt_state, axis_name)). And back, for m workers: np.stack([x] * m) if spec =="
+      " P() else x.reshape(m, -1)."
+    )
+  elif len(residual) == 2:
+    cure = "Reshape it: residual.reshape(-1)."
+  elif len(boundaries) == 2:
+    cure = (
+      f"The boundaries, {boundaries}, are stacked. Under pmap and vmap, take x[0] of every leaf of"
+      " opt_state but the residual; where the model is split, give the state of one part at a time."
+    )
+  raise ValueError(
+    f"residual has shape {residual}, but reshard_state needs those of all {n} workers in one vector"
+    f" [n * N], and everything else once, as under jax.shard_map with state_specs. {cure}"
   )
-  residual: Any = np.concatenate([_mix(rows, share) for share in shares])
-  new = state._replace(
-    residual=residual,
-    boundaries=boundaries,
-    memory=jax.tree.map(of_new_workers, state.memory, is_leaf=lambda x: isinstance(x, PerWorker)),
-    stats=stats,
-  )
-  return jax.device_get(new)
 
 
 def _on_this_host(x: Any) -> np.ndarray:

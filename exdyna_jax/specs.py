@@ -1,24 +1,16 @@
 """How a tree that holds a sparsifier's state lies on a mesh, and what its last step did."""
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from .state import Stats, has_fields, is_state
+from .checks import check_order
+from .state import Stats, has_fields, is_state, key_name, leaf
 from .varying import AxisName, axis_tuple, check_axis_name
 from .wrappers import check_wrappers
-
-
-def _name(key: Any) -> str:
-  return jax.tree_util.keystr((key,), simple=True)
-
-
-def _field(node: Any, name: str) -> Any:
-  return node[name] if isinstance(node, Mapping) else getattr(node, name)
 
 
 def state_specs(tree: Any, axis_name: AxisName) -> Any:
@@ -51,6 +43,7 @@ def state_specs(tree: Any, axis_name: AxisName) -> Any:
     >>> specs[0].residual == PartitionSpec("data"), specs[0].threshold == PartitionSpec()
     (True, True)
   """
+  check_order("state_specs(tree, axis_name)", tree, str, axis_name)
   check_axis_name(axis_name)
   if isinstance(tree, optax.GradientTransformation) or inspect.isroutine(tree):
     raise TypeError(
@@ -61,10 +54,10 @@ def state_specs(tree: Any, axis_name: AxisName) -> Any:
   axes = axis_tuple(axis_name)
   sharded = PartitionSpec(axes[0] if len(axes) == 1 else axes)
 
-  def spec(path, leaf):
+  def spec(path, array):
     # Where the mesh axes are Auto, an empty array comes back replicated, whatever is asked for: any
     # other spec would compile the step twice.
-    return sharded if _name(path[0]) == "residual" and leaf.size > 0 else PartitionSpec()
+    return sharded if key_name(path[0]) == "residual" and array.size > 0 else PartitionSpec()
 
   def specs(node):
     if not has_fields(node):
@@ -100,6 +93,4 @@ def get_stats(tree: Any) -> Stats:
       f"get_stats found {len(states)} sparsifier states in a {type(tree).__name__}, and needs"
       " exactly one. Pass the optimizer state that holds it, or the part of it you mean."
     )
-  stats = _field(states[0], "stats")
-  # flax.nnx wraps each array in a variable: a tree of one leaf.
-  return Stats(*(jax.tree.leaves(_field(stats, name))[0] for name in Stats._fields))
+  return Stats(*(leaf(states[0], "stats", name) for name in Stats._fields))

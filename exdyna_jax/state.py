@@ -1,5 +1,6 @@
 """The state of a sparsifier and its statistics; checks of what a user hands back."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -166,7 +167,23 @@ def is_state(node: Any) -> bool:
   return isinstance(node, State)
 
 
-def has_fields(node: Any) -> bool:
-  """True for the state of a sparsifier, also if it has become a mapping of its fields."""
+def has_fields(node: Any, kind: Any = State) -> bool:
+  """True for a ``kind`` of NamedTuple of ours, also if it has become a mapping of its fields."""
   # flax.nnx and checkpoints store a tree by its paths, and return a mapping in place of our State.
-  return is_state(node) or (isinstance(node, Mapping) and set(node) == set(State._fields))
+  return isinstance(node, kind) or (isinstance(node, Mapping) and set(node) == set(kind._fields))
+
+
+def field(node: Any, name: str) -> Any:
+  """The field of a node that `has_fields`."""
+  return node[name] if isinstance(node, Mapping) else getattr(node, name)
+
+
+def leaf(node: Any, *names: str) -> Any:
+  """The array in a field, or in a field of a field, of a node that `has_fields`."""
+  # flax.nnx wraps each array in a variable: a tree of one leaf.
+  return jax.tree.leaves(functools.reduce(field, names, node))[0]
+
+
+def key_name(key: Any) -> str:
+  """The name of a field in the path to a leaf, whether of a NamedTuple or of a mapping."""
+  return jax.tree_util.keystr((key,), simple=True)

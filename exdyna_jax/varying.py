@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from .checks import check_order
 from .flat import is_float
 
 AxisName = str | tuple[str, ...]
@@ -22,7 +23,7 @@ def axis_tuple(axis_name: AxisName) -> tuple[str, ...]:
 
 
 def check_axis_name(axis_name: Any) -> None:
-  """Raises TypeError unless ``axis_name`` is a string or a non-empty tuple of strings."""
+  """Raises unless ``axis_name`` is a string or a non-empty tuple of different strings."""
   is_tuple = isinstance(axis_name, tuple) and len(axis_name) > 0
   if not isinstance(axis_name, str) and not (
     is_tuple and all(isinstance(a, str) for a in axis_name)
@@ -30,6 +31,8 @@ def check_axis_name(axis_name: Any) -> None:
     raise TypeError(
       f"axis_name must be the name of a mesh axis or a tuple of names, got {axis_name!r}."
     )
+  if len(set(axis_tuple(axis_name))) < len(axis_tuple(axis_name)):
+    raise ValueError(f"axis_name={axis_name!r} names an axis twice. Name each mesh axis once.")
 
 
 def bound_axis_size(axis_name: AxisName) -> int | None:
@@ -63,8 +66,8 @@ def check_num_workers(axis_name: AxisName, num_workers: int | None, size: int) -
   """Raises ValueError if the user's ``num_workers`` is not the axis's ``size``."""
   if num_workers not in (None, size):
     raise ValueError(
-      f"num_workers={num_workers}, but mesh axis {axis_name!r} has {size} workers. Leave"
-      " num_workers out, or correct it."
+      f"num_workers={num_workers}, but mesh axis {axis_name!r} has {size} workers. Leave it out"
+      " or correct it. After reshard_state, a TrainState still holds the old tx: replace(tx=...)."
     )
 
 
@@ -144,6 +147,7 @@ def local_params(params: Any, axis_name: AxisName) -> Any:
     ...                       out_specs=P("data")))(jnp.ones(2), jnp.ones(2))
     Array([1., 1.], dtype=float32)
   """
+  check_order("local_params(params, axis_name)", params, str, axis_name)
   check_axis_name(axis_name)
   check_bound(axis_name, "local_params")
   return vary(params, axis_tuple(axis_name)) if _checks_varying(axis_name) else params

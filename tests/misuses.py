@@ -15,8 +15,10 @@ from traced import (
   loss_that_is_not_averaged,
   make,
   on_rows,
+  restored_for_another_number_of_workers,
   state_not_placed_on_an_explicit_mesh,
   state_returned_as_replicated_without_checks,
+  step_with_a_state_of_another_mesh,
   train,
 )
 from workers import AXIS
@@ -76,13 +78,21 @@ MISUSES = {
   "a list of axes": Misuse(
     lambda: exdyna(0.1, ["data"]), TypeError, AXIS_NAME, "a tuple of names, got ['data']",
   ),
+  "an axis twice": Misuse(
+    lambda: exdyna(0.1, (AXIS, AXIS)),
+    ValueError, "names an axis twice", "Name each mesh axis once",
+  ),
+  "arguments of state_specs swapped": Misuse(
+    lambda: state_specs(AXIS, make().init(PARAMS)),
+    TypeError, "are swapped: they are of", "the arguments of state_specs(tree, axis_name)",
+  ),
   "init without the number of workers": Misuse(
     lambda: make(num_workers=None).init(PARAMS),
     ValueError, "is unknown in init", "Pass num_workers=, or call init under jax.set_mesh(mesh)",
   ),
   "a wrong number of workers": Misuse(
     lambda: train(make(num_workers=2)),
-    ValueError, "num_workers=2, but mesh axis 'data' has 4 workers", "Leave num_workers out",
+    ValueError, "num_workers=2, but mesh axis 'data' has 4 workers", "Leave it out or correct it",
   ),
   # State
   "state replicated": Misuse(
@@ -158,6 +168,24 @@ MISUSES = {
   "resharding one worker's state": Misuse(
     lambda: reshard_state(make().init(PARAMS)._replace(residual=jnp.zeros(SIZE + 1)), 2),
     ValueError, "but reshard_state needs those of all", "Call it outside of the mapped function",
+  ),
+  "resharding the rows of pmap": Misuse(
+    lambda: reshard_state(
+      jax.vmap(lambda _: make().init(PARAMS), axis_name=AXIS)(jnp.arange(N)), 2
+    ),
+    ValueError, "but reshard_state needs those of all", "x[0] if spec == P() else x.reshape(-1)",
+  ),
+  "resharding shapes": Misuse(
+    lambda: reshard_state(jax.eval_shape(make().init, PARAMS), 2),
+    ValueError, "reshard_state needs the values of the state", "Restore the state for the old",
+  ),
+  "state that is still on the old mesh": Misuse(
+    step_with_a_state_of_another_mesh,
+    ValueError, "Received incompatible devices for jitted computation", "device ids [0, 1]",
+  ),
+  "a target for the new number of workers": Misuse(
+    restored_for_another_number_of_workers,
+    ValueError, "is not compatible with the stored shape", "Requested shape: (200,)",
   ),
   "resharding in the step": Misuse(
     lambda: jax.eval_shape(lambda: reshard_state(jax.jit(make().init)(PARAMS), 2)),

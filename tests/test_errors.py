@@ -8,7 +8,16 @@ import pytest
 import workers as w
 from jax.sharding import PartitionSpec as P
 
-from exdyna_jax import dense, exdyna, get_stats, local_params, random_k, sidco, state_specs
+from exdyna_jax import (
+  dense,
+  exdyna,
+  get_stats,
+  local_params,
+  random_k,
+  reshard_state,
+  sidco,
+  state_specs,
+)
 
 SIZE = 100
 
@@ -29,6 +38,7 @@ SIZE = 100
     ({"axis_name": 3}, TypeError, "axis_name must be .* got 3"),
     ({"axis_name": ()}, TypeError, r"got \(\)"),
     ({"axis_name": ("a", 1)}, TypeError, "got"),
+    ({"axis_name": ("a", "a")}, ValueError, r"\('a', 'a'\) names an axis twice"),
     (
       {"threshold": "newton"},
       ValueError,
@@ -88,7 +98,8 @@ def test_number_of_workers_unknown(tx):
 
 def test_number_of_workers_wrong():
   tx = exdyna(0.1, w.AXIS, num_workers=3)
-  with pytest.raises(ValueError, match="num_workers=3, but mesh axis 'data' has 4"):
+  message = r"num_workers=3, but mesh axis 'data' has 4.*TrainState.*replace\(tx=...\)"
+  with pytest.raises(ValueError, match=message):
     jax.eval_shape(jax.vmap(tx.init, axis_name=w.AXIS), jnp.zeros((4, SIZE)))
 
 
@@ -116,6 +127,16 @@ def test_axes_that_are_bound_instead_are_named(axes, shape, bound):
 def test_the_axes_of_the_mesh_are_named_where_init_finds_no_workers():
   with jax.set_mesh(w.mesh_of(4)), pytest.raises(ValueError, match="mesh that is set has 'data'"):
     exdyna(0.1, "dat").init(jnp.zeros(SIZE))
+
+
+@pytest.mark.parametrize(
+  "call", [lambda state: state_specs(w.AXIS, state), lambda state: local_params(w.AXIS, state),
+           lambda state: reshard_state(2, state)],
+)  # fmt: skip
+def test_swapped_arguments_are_named_by_their_types_alone(call):
+  """They printed the whole state in front of the message."""
+  with pytest.raises(TypeError, match="are swapped: they are of (str|int) and State.$"):
+    call(exdyna(0.1, w.AXIS, num_workers=2).init(jnp.zeros(SIZE)))
 
 
 def trace(tx, state, specs, grads, n=4):

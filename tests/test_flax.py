@@ -1,5 +1,8 @@
 """Training with flax: linen's TrainState, and nnx in the two ways that it maps a step."""
 
+import pathlib
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,16 +13,17 @@ from flax import linen, nnx
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
-from exdyna_jax import exdyna, get_stats, local_params, state_specs
+from exdyna_jax import exdyna, get_stats, local_params, reshard_state, state_specs
 
 WORKERS, STEPS, INPUTS = 4, 30, 8
 MESH = w.mesh_of(WORKERS)
+RECIPES = pathlib.Path(__file__).parent.parent / "docs" / "recipes" / "libraries.md"
 X = np.random.default_rng(0).standard_normal((64, INPUTS)).astype(np.float32)
 Y = X @ np.random.default_rng(1).standard_normal((INPUTS, 3)).astype(np.float32)
 
 
-def transform():
-  return optax.chain(exdyna(0.2, w.AXIS, num_workers=WORKERS), optax.sgd(0.05, momentum=0.5))
+def transform(n=WORKERS):
+  return optax.chain(exdyna(0.2, w.AXIS, num_workers=n), optax.sgd(0.05, momentum=0.5))
 
 
 def check(losses, params, residual, stats):
@@ -73,9 +77,9 @@ class Model(nnx.Module):
     return self.linear(x) + self.residual[...]
 
 
-def make_nnx():
+def make_nnx(n=WORKERS):
   model = Model()
-  return model, nnx.Optimizer(model, transform(), wrt=nnx.Param)
+  return model, nnx.Optimizer(model, transform(n), wrt=nnx.Param)
 
 
 def nnx_step(model, optimizer, x, y):
@@ -109,11 +113,11 @@ def test_nnx_under_its_own_shard_map():
   check(losses, nnx.state(model), residual, get_stats(optimizer))
 
 
-def test_nnx_split_under_shard_map():
-  """The pure form: nnx has replaced our NamedTuple by mappings, and the specs are the same."""
-  graph, state = nnx.split(make_nnx())
+def train_split(pair, mesh, steps):
+  """The pure form: nnx replaces our NamedTuple by mappings, and the specs are the same."""
+  graph, state = nnx.split(pair)
   specs = state_specs(state, w.AXIS)
-  state = jax.device_put(state, w.shardings(MESH, specs))
+  state = jax.device_put(state, w.shardings(mesh, specs))
 
   def train_step(state, x, y):
     model, optimizer = nnx.merge(graph, state)
@@ -123,17 +127,39 @@ def test_nnx_split_under_shard_map():
   step = jax.jit(
     jax.shard_map(
       train_step,
-      mesh=MESH,
+      mesh=mesh,
       in_specs=(specs, P(w.AXIS), P(w.AXIS)),
       out_specs=(specs, P()),
     )
   )
   losses = []
-  for _ in range(STEPS):
+  for _ in range(steps):
     state, loss = step(state, X, Y)
     losses.append(float(loss))
+  return state, losses
+
+
+def test_nnx_split_under_shard_map():
+  state, losses = train_split(make_nnx(), MESH, STEPS)
   residual = state[1]["opt_state"][0]["residual"][...]
   check(losses, state[0], residual, get_stats(state))
+
+
+@pytest.mark.parametrize("form", ["opt_state", "state"])
+def test_nnx_goes_on_with_fewer_workers(form):
+  """Resharding put bare arrays in the place of variables, and the next nnx.split failed."""
+  pair = make_nnx(8)
+  state, losses = train_split(pair, w.mesh_of(8), STEPS // 2)
+  nnx.update(pair, state)
+  model, optimizer = pair[0], nnx.Optimizer(pair[0], transform(4), wrt=nnx.Param)
+  if form == "opt_state":
+    optimizer.opt_state = reshard_state(pair[1].opt_state, 4)
+  else:
+    nnx.update(optimizer, reshard_state(nnx.state(pair[1]), 4))
+  assert np.any(optimizer.opt_state[0].residual[...])
+  state, more = train_split((model, optimizer), MESH, STEPS)
+  assert more[0] < losses[0]
+  check(losses + more, state[0], state[1]["opt_state"][0]["residual"][...], get_stats(state))
 
 
 @pytest.mark.parametrize(
@@ -165,3 +191,51 @@ def test_specs_of_the_nnx_state_of_the_sparsifier_alone():
   specs = state_specs(ours, w.AXIS)
   assert jax.tree.leaves(specs["residual"]) == [P(w.AXIS)]
   assert jax.tree.leaves(specs["boundaries"]) == [P()]
+
+
+class Noisy(linen.Module):
+  @linen.compact
+  def __call__(self, x):
+    x = linen.BatchNorm(use_running_average=False)(linen.Dense(3)(x))
+    return linen.Dropout(0.5, deterministic=False)(x)
+
+
+def test_statistics_of_the_batch_are_the_same_everywhere_and_dropout_is_not():
+  """Traced as the recipe has it: types say whether results that go out as P() are the same."""
+  blocks = re.findall(r"```python\n(.*?)```", RECIPES.read_text(), re.DOTALL)
+  (block,) = [block for block in blocks if "fold_in" in block]
+  model, key = Noisy(), jax.random.key(0)
+  tx = transform()
+  names = {**globals(), "model": model, "tx": tx}
+  exec(compile(block, str(RECIPES), "exec"), names)
+  variables = model.init({"params": key, "dropout": key}, X)
+  state = tx.init(variables["params"])
+  specs = state_specs(state, w.AXIS)
+  mapped = jax.shard_map(
+    names["train_step"],
+    mesh=MESH,
+    in_specs=(P(), P(), specs, P(w.AXIS), P(w.AXIS), P()),
+    out_specs=(P(), P(), specs),
+  )
+  out = jax.eval_shape(mapped, variables["params"], variables["batch_stats"], state, X, Y, key)
+  assert jax.tree.structure(out[1]) == jax.tree.structure(variables["batch_stats"])
+
+
+def test_nnx_keeps_the_statistics_of_the_batch():
+  model = nnx.BatchNorm(INPUTS, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, transform(), wrt=nnx.Param)
+  blocks = re.findall(r"```python\n(.*?)```", RECIPES.read_text(), re.DOTALL)
+  (block,) = [block for block in blocks if "nnx.BatchStat" in block]
+  names = {**globals(), "loss_fn": lambda model, x, y: jnp.mean(model(x) ** 2)}
+  exec(compile(block, str(RECIPES), "exec"), names)
+  graph, state = nnx.split((model, optimizer))
+  specs = state_specs(state, w.AXIS)
+
+  def step(state, x, y):
+    pair = nnx.merge(graph, state)
+    names["train_step"](*pair, x, y)
+    return nnx.state(pair)
+
+  mapped = jax.shard_map(step, mesh=MESH, in_specs=(specs, P(w.AXIS), P(w.AXIS)), out_specs=specs)
+  new = jax.jit(mapped)(state, X + 1, Y)
+  assert jnp.all(new[0]["mean"][...] > 0)

@@ -57,7 +57,8 @@ def scaled_step(tx, params, state, scale, good, batch, *, grow_after):
   skipped = get_stats(new).skipped > get_stats(state).skipped
   good = jnp.where(skipped, 0, good + 1)
   grows = good == grow_after
-  scale = jnp.where(skipped, scale / 2, jnp.where(grows, scale * 2, scale))
+  smaller = jnp.maximum(scale / 2, 1.0)
+  scale = jnp.where(skipped, smaller, jnp.where(grows, scale * 2, scale))
   good = jnp.where(grows, 0, good)
   return optax.apply_updates(params, updates), new, scale, good, value / scale
 

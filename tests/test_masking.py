@@ -95,6 +95,8 @@ def test_on_devices_with_at_most_one_more_collective_and_skipped_together(how):
     ({"w": False}, ValueError, "structure.*A function of the tree always fits"),
     ({"w": 0, "b": True, "n": True}, TypeError, r"dense_mask\['w'\] must be True or False, got 0"),
     (lambda tree: jax.tree.map(jnp.any, tree), TypeError, "must be True or False"),
+    (lambda x: x.ndim < 2, TypeError, "whole tree, here a dict.* jax.tree.map"),
+    (lambda path, x: True, TypeError, "missing 1 .*jax.tree_util.tree_map_with_path"),
     (True, ValueError, "no element to be sent sparsely.*exdyna_jax.dense"),
   ],
 )

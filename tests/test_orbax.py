@@ -9,9 +9,10 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 import workers as w
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from exdyna_jax import exdyna, get_stats, local_params, state_specs
+from exdyna_jax import exdyna, get_stats, local_params, reshard_state, state_specs
 
 WORKERS, INPUTS = 4, 40
 MESH = w.mesh_of(WORKERS)
@@ -105,6 +106,21 @@ def test_the_recipe_of_the_error(checkpoint):
   restored = restore(checkpoint, target)
   assert jax.tree.structure(restored) == jax.tree.structure(fresh())
   jax.tree.map(np.testing.assert_array_equal, train(fresh(), X[:6]), train(place(restored), X[5:6]))
+
+
+def test_resumed_on_fewer_workers(checkpoint):
+  """As the recipe does it; the target for the new number is refused, see `misuses`."""
+  few, mesh = WORKERS // 2, w.mesh_of(WORKERS // 2)
+  target = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P())), abstract()
+  )
+  training = reshard_state(restore(checkpoint, target), few)
+  params, state = jax.device_put(training, w.shardings(mesh, state_specs(training, w.AXIS)))
+  assert state[0].residual.shape == (few * INPUTS,) and np.any(state[0].residual)
+  tx = optax.chain(exdyna(0.1, w.AXIS, num_workers=few), optax.adam(1e-2))
+  step, _ = w.sharded_step(tx, mesh, params)
+  _, state = step(state, {"w": X[0, :few]})
+  assert get_stats(state).selected > 0
 
 
 def test_leaves_that_were_saved_alone_are_put_back():

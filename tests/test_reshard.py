@@ -7,6 +7,7 @@ import optax
 import pytest
 import workers as w
 from family import FAMILY, PARAMS, compiled, gradients, take_step
+from jax.sharding import PartitionSpec as P
 
 from exdyna_jax import exdyna, get_stats, reshard_state, state_specs
 
@@ -100,6 +101,44 @@ def test_half_precision_stays_half_precision():
   np.testing.assert_array_equal(new.astype(np.float32), np.arange(8, 16))
 
 
+@pytest.mark.parametrize("how", ["pmap", "vmap"])
+def test_the_layout_of_pmap_and_back_as_the_error_says(how):
+  state = compiled("exdyna", 4, how).init(PARAMS)
+  _, _, state = take_step("exdyna", compiled("exdyna", 4, how), state, gradients(0, 4))
+  with pytest.raises(ValueError, match=r"x\[0\] if spec == P\(\) else x.reshape\(-1\)"):
+    reshard_state(state, 2)
+  specs = state_specs(state, w.AXIS)
+  flat = jax.tree.map(lambda x, spec: x[0] if spec == P() else x.reshape(-1), state, specs)
+  for wrong, cure in (
+    (flat._replace(residual=state.residual), r"residual.reshape\(-1\)"),
+    (state._replace(residual=flat.residual), r"\(4, 5\), are stacked.*x\[0\] of every leaf"),
+  ):
+    with pytest.raises(ValueError, match=cure):
+      reshard_state(wrong, 2)
+  new, m = reshard_state(flat, 2), 2
+  rows = jax.tree.map(
+    lambda x, spec: np.stack([x] * m) if spec == P() else x.reshape(m, -1), new, specs
+  )
+  take_step("exdyna", compiled("exdyna", m, how), rows, gradients(1, m))
+
+
+@pytest.mark.parametrize("name", ["exdyna", "sage"])
+def test_mappings_of_the_fields_stay_mappings(name):
+  """nnx and checkpoints lose the types; the `PerWorker` of sage is found by its field."""
+  state = after_some_steps(name, 2)
+
+  def as_dicts(node):
+    if not hasattr(node, "_asdict"):
+      return node
+    return {name: as_dicts(x) for name, x in node._asdict().items()}
+
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    reshard_state(as_dicts(state), 4),
+    as_dicts(reshard_state(state, 4)),
+  )
+
+
 def test_errors():
   state = exdyna(0.1, w.AXIS, num_workers=2).init(jnp.zeros(9))
   with pytest.raises(ValueError, match="num_workers must be at least 1, got 0"):
@@ -110,3 +149,5 @@ def test_errors():
     reshard_state(state._replace(residual=jnp.zeros(9)), 4)
   with pytest.raises(ValueError, match="Call it outside"):
     jax.jit(lambda state: reshard_state(state, 4))(state)
+  with pytest.raises(ValueError, match="got a ShapeDtypeStruct. Restore"):
+    reshard_state(jax.eval_shape(lambda: state), 4)

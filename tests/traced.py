@@ -1,16 +1,19 @@
 """Training steps that are traced only: right but for what a test gives; and wrong ones."""
 
+import tempfile
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+import orbax.checkpoint as ocp
 import workers as w
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from workers import AXIS
 
-from exdyna_jax import exdyna, local_params, state_specs
+from exdyna_jax import exdyna, local_params, reshard_state, state_specs
 
 N = 4
 PARAMS = {"w": jnp.zeros((11, 9)), "b": jnp.zeros(())}
@@ -101,3 +104,27 @@ def state_not_placed_on_an_explicit_mesh():
   with jax.set_mesh(mesh):
     mapped = jax.shard_map(tx.update, in_specs=(P(AXIS), specs), out_specs=(P(), specs))
     return jax.eval_shape(mapped, jax.device_put(grads, P(AXIS)), state)
+
+
+def step_with_a_state_of_another_mesh():
+  """What `reshard_state` leaves alone, here the momentum, lies on the old devices."""
+  state = optax.chain(make(), optax.trace(0.9)).init(PARAMS)
+  state = reshard_state(jax.device_put(state, NamedSharding(w.mesh_of(N), P())), 2)
+  tx, specs = optax.chain(make(num_workers=2), optax.trace(0.9)), state_specs(state, AXIS)
+  step = jax.shard_map(
+    lambda state, x: tx.update(local_gradients(PARAMS, x), state),
+    mesh=w.mesh_of(2),
+    in_specs=(specs, P(AXIS)),
+    out_specs=(P(), specs),
+  )
+  return jax.jit(step)(state, BATCH)
+
+
+def restored_for_another_number_of_workers():
+  """The residual alone, of four workers, into that of two."""
+  place = NamedSharding(w.mesh_of(2), P())
+  target = jax.ShapeDtypeStruct((2 * SIZE,), jnp.float32, sharding=place)
+  with tempfile.TemporaryDirectory() as folder, ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(f"{folder}/step", {"residual": make().init(PARAMS).residual})
+    checkpointer.wait_until_finished()
+    return checkpointer.restore(f"{folder}/step", {"residual": target})

@@ -34,6 +34,10 @@ WRONG_ARGUMENTS = {
     lambda: make(dense_mask={"bias": True}).init(PARAMS),
     ValueError, "dense_mask has the structure", "A function of the tree always fits",
   ),
+  "a mask for a leaf": Misuse(
+    lambda: make(dense_mask=lambda x: x.ndim < 2).init(PARAMS),
+    TypeError, "dense_mask is called with the whole tree", "A function of a leaf goes through jax",
+  ),
   "a mask of everything": Misuse(
     lambda: make(dense_mask=True).init(PARAMS),
     ValueError, "dense_mask leaves no element", "use exdyna_jax.dense(axis_name)",
