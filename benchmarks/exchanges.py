@@ -147,7 +147,8 @@ def measure(mesh, sizes, density, rounds):
   link = probing.measure_link(mesh)
   rows = []
   for size in sizes:
-    predicted = planning.predict(size, density, mesh.size, link)
+    rounding = probing.measure_rounding(mesh, size)
+    predicted = planning.predict(size, density, mesh.size, link, rounding)
     runs = contestants(mesh, size, density, link)
     times, sent = ({name: [] for name in runs} for _ in range(2))
     for name, run in runs.items():

@@ -1,8 +1,9 @@
 """Dense and sparse exchanges between four hosts with slow links: time, bytes, and time to accuracy.
 
 The hosts are network namespaces of this machine, each with one process, their links shaped to
-100 Mbit, 1 Gbit, or not at all. They share its cores and have no distance between them, so latency
-is that of the software alone. Needs Linux, root and iproute2; says so and does nothing without.
+100 Mbit, 1 Gbit, or not at all. They share its cores, in real-time scheduling, and have no distance
+between them, so latency is that of the software alone. Needs Linux, root and iproute2; says so and
+does nothing without.
 
 Exchange: for each link and vector of N elements, density 0.001
 
@@ -21,6 +22,7 @@ Run me: python benchmarks/network.py [--json FILE] [--out FOLDER] [--only exchan
 """
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
@@ -53,6 +55,10 @@ def be_a_host(job, address, number, host):
   # One core each, before JAX makes its threads: they would wait for those of other hosts.
   cores = sorted(os.sched_getaffinity(0))
   os.sched_setaffinity(0, {cores[int(host) % len(cores)]})
+  # Awake as soon as a message is there, as on a core of one's own: else a host that has slept waits
+  # for the end of a time slice, some milliseconds, of the one that it shares a core with.
+  with contextlib.suppress(PermissionError):  # some containers forbid it, to their times' cost
+    os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
   import jax
 
   jax.distributed.initialize(address, int(number), int(host))

@@ -136,8 +136,14 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     parser.error("--workers 1: one worker has nothing to exchange")
 
 
-def _report(args: argparse.Namespace, workers: int, link: Link, local: float | None) -> str:
-  costs = planning.predict(args.params, args.density, workers, link)
+def _report(
+  args: argparse.Namespace,
+  workers: int,
+  link: Link,
+  local: float | None = None,
+  rounding: float = 0.0,
+) -> str:
+  costs = planning.predict(args.params, args.density, workers, link, rounding)
   lines = [
     f"{workers} workers, {args.params:,} parameters, density {args.density:g}",
     f"latency {link.latency_us:.3g} us, bandwidth {link.bandwidth_gbit:.3g} Gbit/s",
@@ -196,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   _check(parser, args)
   if args.workers:
     link = Link(args.latency_us, args.bandwidth_gbit)
-    print(_report(args, args.workers, link, None))
+    print(_report(args, args.workers, link))
     return 0
   _start(parser, args)
   with joining.leaving_at_once(parser.prog):

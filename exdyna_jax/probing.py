@@ -118,6 +118,13 @@ def measure_link(mesh: Mesh, repeats: int = 20) -> Link:
   return Link(latency * 1e6, 8 / per_byte / 1e9)
 
 
+def measure_rounding(mesh: Mesh, params: int, repeats: int = 10) -> float:
+  """Seconds that a worker needs to make 16-bit words of all gradients, and numbers again."""
+  run = jax.jit(lambda x: values.through_words(x, jnp.bfloat16))
+  x = jnp.ones((params,), jnp.float32, device=jax.local_devices()[0])
+  return mean_of(mesh, median_seconds(lambda: run(x), repeats))
+
+
 def measure_local(mesh: Mesh, params: int, density: float, repeats: int = 10) -> float:
   """Seconds of a step of exdyna on a worker that has nobody to exchange with.
 
