@@ -262,9 +262,10 @@ def test_deft_sends_what_only_one_worker_has(density):
   assert density < 1 or int(state.stats.selected[0]) == 10
 
 
-def test_the_state_of_another_algorithm_is_refused():
+@pytest.mark.parametrize("make", [sage, hard_threshold])
+def test_the_state_of_another_algorithm_is_refused(make):
   state = top_k(0.1, "data", num_workers=1).init(jnp.zeros(40))
-  tx = sage(0.1, "data", num_workers=1)
+  tx = make(0.1, "data", num_workers=1)
   one = jax.tree.map(lambda x: x[None], state)
   with pytest.raises(ValueError, match="another algorithm.*init"):
     jax.vmap(tx.update, axis_name="data")(jnp.zeros((1, 40)), one)

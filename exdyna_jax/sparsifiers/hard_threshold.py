@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,10 @@ from ..varying import AxisName
 
 # Of how many elements the messages have room for one, where nobody knows how many will come.
 MESSAGE_DENSITY = 1e-3
+
+
+class _Memory(NamedTuple):
+  """Nothing, but by its name no other algorithm's: those hold no threshold of use here."""
 
 
 def hard_threshold(
@@ -94,17 +98,15 @@ def hard_threshold(
     return as_threshold(constant or paper_initial(target_at(wanted, step, size)))
 
   def init(size: int, n: int) -> tuple[jax.Array, jax.Array, Any]:
-    return at(jnp.int32(0), size), no_partitions(n), ()
+    return at(jnp.int32(0), size), no_partitions(n), _Memory()
 
   def select(acc: Accumulator, state: State, rank: jax.Array) -> Selection:
-    size = accumulator.size(acc)
-    # Not the state's, which another algorithm may have made.
-    used = at(state.step, size)
-    hits = selection.find(acc, jnp.int32(0), jnp.int32(size), used)
-    return Selection(hits.found, functools.partial(ranks.take, hits), threshold=used)
+    size = jnp.int32(accumulator.size(acc))
+    hits = selection.find(acc, jnp.int32(0), size, state.threshold)
+    return Selection(hits.found, functools.partial(ranks.take, hits), threshold=state.threshold)
 
   def adapt(state: State, outcome: Outcome) -> tuple[jax.Array, jax.Array, Any]:
-    return at(state.step + 1, state.residual.shape[0]), state.boundaries, ()
+    return at(state.step + 1, state.residual.shape[0]), state.boundaries, _Memory()
 
   algorithm = Algorithm(select, init, adapt=adapt, picks="overlapping")
   options = Options(
