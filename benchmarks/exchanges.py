@@ -147,7 +147,7 @@ def measure(mesh, sizes, density, rounds):
   link = probing.measure_link(mesh)
   rows = []
   for size in sizes:
-    rounding = probing.measure_rounding(mesh, size)
+    rounding = probing.measure_rounding(mesh, size, link)
     predicted = planning.predict(size, density, mesh.size, link, rounding)
     runs = contestants(mesh, size, density, link)
     times, sent = ({name: [] for name in runs} for _ in range(2))

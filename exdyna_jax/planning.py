@@ -48,7 +48,7 @@ def predict(
     density: share of them to be sent, in (0, 1]; with Top-k, by each worker.
     num_workers: their number n.
     link: the network between them.
-    rounding: seconds that a worker needs to round all gradients to 16 bits; default 0.
+    rounding: seconds that the dense mean in 16 bits takes beyond its traffic; default 0.
 
   Returns:
     By name: the dense mean in 32 and in 16 bits; Top-k, which gathers indices and values of all

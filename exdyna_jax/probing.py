@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from . import exchange, values
 from .sparsifiers.exdyna import exdyna
 from .specs import state_specs
-from .values import Link
+from .values import Link, Wire
 
 AXIS = "workers"
 # Networks let a burst pass at full speed, so messages must be long, and follow each other closely.
@@ -31,6 +31,7 @@ MOSTLY_TRANSFER = 5.0  # times what a short one takes
 SHORT = 2**10  # items: about what exdyna sends; shorter ones may take other ways
 LEAST = 0.01
 LONG_REPEATS = 5
+MOST_ROUNDED = 2**20  # values, from which those of more are extrapolated
 WARM_UP = 12  # steps until the threshold has settled
 GRADIENTS = 3  # in turn: with one, the residual grows alike everywhere
 
@@ -118,11 +119,18 @@ def measure_link(mesh: Mesh, repeats: int = 20) -> Link:
   return Link(latency * 1e6, 8 / per_byte / 1e9)
 
 
-def measure_rounding(mesh: Mesh, params: int, repeats: int = 10) -> float:
-  """Seconds that a worker needs to make 16-bit words of all gradients, and numbers again."""
-  run = jax.jit(lambda x: values.through_words(x, jnp.bfloat16))
-  x = jnp.ones((params,), jnp.float32, device=jax.local_devices()[0])
-  return mean_of(mesh, median_seconds(lambda: run(x), repeats))
+def measure_rounding(mesh: Mesh, params: int, link: Link) -> float:
+  """Seconds that a dense sum in 16 bits takes beyond its traffic: to round, pack and add."""
+  n, items, wire = mesh.size, min(params, MOST_ROUNDED), Wire(jnp.bfloat16, link)
+
+  def sums(x: jax.Array) -> jax.Array:
+    return values.sum_values(x, wire, AXIS, n)[0]
+
+  run = jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=P(AXIS), out_specs=P()))
+  x = place(mesh, items, lambda r: np.ones(items, np.float32))
+  took = mean_of(mesh, median_seconds(functools.partial(run, x), LONG_REPEATS))
+  traffic = values.seconds(*values.traffic(wire, n, items, exchange.ITEM_BYTES), link)
+  return max(took - traffic, 0.0) * params / items
 
 
 def measure_local(mesh: Mesh, params: int, density: float, repeats: int = 10) -> float:

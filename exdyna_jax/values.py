@@ -151,13 +151,6 @@ def sum_values(
   return sums, kept
 
 
-def through_words(values: jax.Array, dtype: Any) -> jax.Array:
-  """``values`` as they are after a way in 16 bits; for measuring what that costs a worker."""
-  sent, _ = _rounded(values, dtype)
-  words = lax.optimization_barrier(_to_words(sent))
-  return _from_words(words, values.shape[0], sent).astype(values.dtype)
-
-
 def _part(count: int, num_workers: int) -> int:
   """Values that each worker sums, in whole words."""
   return 2 * -(-count // (2 * num_workers))

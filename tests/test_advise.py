@@ -38,7 +38,7 @@ def test_rounding_costs_the_dense_mean_in_16_bits_its_time():
   plain, rounded = (planning.predict(1_000_000, 0.001, 4, FAST, rounding=t) for t in (0.0, 1.0))
   assert rounded[DENSE_16].seconds == pytest.approx(plain[DENSE_16].seconds + 1)
   assert rounded == plain | {DENSE_16: rounded[DENSE_16]}
-  assert probing.measure_rounding(probing.make_mesh(jax.devices()[:2]), 1000, repeats=1) > 0
+  assert probing.measure_rounding(probing.make_mesh(jax.devices()[:2]), 1000, FAST) >= 0
 
 
 def test_the_fast_network_is_for_dense_the_slow_one_for_exdyna():
