@@ -5,6 +5,7 @@ ends in a vector of sums. The sparse ones write into a donated vector.
 """
 
 import functools
+import itertools
 import pathlib
 import statistics
 import time
@@ -28,8 +29,6 @@ SENT = pathlib.Path("/sys/class/net/e0/statistics/tx_bytes")
 BLOCK = 1.0  # seconds of one contestant, back to back: links let a burst pass, streams do not
 LEAST, MOST = 1, 40  # repetitions in a block
 STEP = "exdyna, whole update"
-GRADIENTS = 3
-WARM_UP = 12  # steps until the threshold has settled
 
 
 def sent_bytes():
@@ -118,12 +117,12 @@ def whole_update(mesh, size, density, link):
   placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
   state = jax.jit(lambda: tx.init(jnp.zeros(size)), out_shardings=placed)()
   mapped = jax.shard_map(
-    lambda grads, state: tx.update(grads, state)[::-1],
+    lambda grads, sign, state: tx.update(sign * grads, state)[::-1],
     mesh=mesh,
-    in_specs=(P(AXIS), specs),
+    in_specs=(P(AXIS), P(), specs),
     out_specs=(specs, P()),
   )
-  run, turn = jax.jit(mapped, donate_argnums=1), 0
+  run = jax.jit(mapped, donate_argnums=2)
 
   def normal(seed):
     rng = np.random.default_rng
@@ -131,28 +130,33 @@ def whole_update(mesh, size, density, link):
       mesh, size, lambda rank: rng((seed, rank)).standard_normal(size, np.float32)
     )
 
-  grads = [normal(seed) for seed in range(GRADIENTS)]
+  turns = itertools.cycle([normal(seed) for seed in range(probing.GRADIENTS)])
+  signs = np.random.default_rng(0)  # the same on all hosts
 
   def once():
-    nonlocal state, turn
-    turn = (turn + 1) % GRADIENTS
-    state, update = run(grads[turn], state)
+    nonlocal state
+    state, update = run(next(turns), signs.choice(probing.SIGNS), state)
     return update, state
 
   return once
 
 
 def measure(mesh, sizes, density, rounds):
-  """A row per size and contestant: milliseconds and bytes of this host, measured and predicted."""
+  """A row per size and contestant: milliseconds and bytes of this host, measured and predicted.
+
+  Beside them what `advise` recommends for each size.
+  """
   link = probing.measure_link(mesh)
-  rows = []
+  rows, advice = [], []
   for size in sizes:
     rounding = probing.measure_rounding(mesh, size, link)
     predicted = planning.predict(size, density, mesh.size, link, rounding)
+    local = probing.measure_local(mesh, size, density)
+    advice.append(planning.recommend(predicted, density, link, local))
     runs = contestants(mesh, size, density, link)
     times, sent = ({name: [] for name in runs} for _ in range(2))
     for name, run in runs.items():
-      for _ in range(WARM_UP if name == STEP else 1):
+      for _ in range(probing.WARM_UP if name == STEP else 1):
         jax.block_until_ready(run())
     for _ in range(rounds):
       for name, run in runs.items():
@@ -171,4 +175,4 @@ def measure(mesh, sizes, density, rounds):
         row |= {"theory": round(predicted[name].num_bytes)}
         row |= {"predicted ms": 1e3 * predicted[name].seconds}
       rows.append(row)
-  return {"link": link._asdict(), "rows": rows}
+  return {"link": link._asdict(), "rows": rows, "advice": advice}

@@ -84,7 +84,7 @@ def exchange_rows(network, args):
     found = on_hosts(
       network, rate, "exchange", sizes=args.sizes, density=DENSITY, rounds=2 if args.quick else 4
     )
-    print(f"{rate}: {found['link']}", file=sys.stderr)
+    print(f"{rate}: {found['link']}", *found["advice"], sep="\n  ", file=sys.stderr)
     rows += [{"link": rate, **row} for row in found["rows"]]
   return with_ratios(rows, "ms")
 

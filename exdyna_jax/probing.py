@@ -4,6 +4,7 @@ All processes run this together: what decides how often a collective is called i
 """
 
 import functools
+import itertools
 import math
 import statistics
 import time
@@ -32,8 +33,9 @@ SHORT = 2**10  # items: about what exdyna sends; shorter ones may take other way
 LEAST = 0.01
 LONG_REPEATS = 5
 MOST_ROUNDED = 2**20  # values, from which those of more are extrapolated
+SIGNS = np.array([-1, 1], np.float32)
 WARM_UP = 12  # steps until the threshold has settled
-GRADIENTS = 3  # in turn: with one, the residual grows alike everywhere
+GRADIENTS = 3  # in turn, with random signs: else residuals grow in step, as they never do
 
 
 def make_mesh(devices: Any = None) -> Mesh:
@@ -142,14 +144,14 @@ def measure_local(mesh: Mesh, params: int, density: float, repeats: int = 10) ->
   tx = exdyna(density, AXIS, num_workers=1)
   specs = state_specs(jax.eval_shape(tx.init, jnp.zeros(0)), AXIS)
 
-  def step(grads, state):
-    return tx.update(grads, state)[::-1]  # the state first: it takes the donated buffers
+  def step(grads, sign, state):
+    return tx.update(sign * grads, state)[::-1]  # the state first: it takes the donated buffers
 
   # Unchecked, a worker who is alone calls no collective.
   mapped = jax.shard_map(
-    step, mesh=alone, in_specs=(P(), specs), out_specs=(specs, P()), check_vma=False
+    step, mesh=alone, in_specs=(P(), P(), specs), out_specs=(specs, P()), check_vma=False
   )
-  run = jax.jit(mapped, donate_argnums=1)
+  run = jax.jit(mapped, donate_argnums=2)
   placed = jax.tree.map(lambda spec: NamedSharding(alone, spec), specs)
   normal = jax.jit(
     lambda seed: jax.random.normal(jax.random.key(seed), (params,)),
@@ -157,12 +159,11 @@ def measure_local(mesh: Mesh, params: int, density: float, repeats: int = 10) ->
   )
   grads = [normal(seed) for seed in range(GRADIENTS)]
   state = jax.jit(lambda: tx.init(jnp.zeros(params)), out_shardings=placed)()
-  turn = 0
+  turns, rng = itertools.cycle(grads), np.random.default_rng(0)
 
   def once():
-    nonlocal state, turn
-    turn = (turn + 1) % GRADIENTS
-    state, update = run(grads[turn], state)
+    nonlocal state
+    state, update = run(next(turns), rng.choice(SIGNS), state)
     return update, state
 
   for _ in range(WARM_UP):
