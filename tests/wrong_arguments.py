@@ -26,6 +26,14 @@ WRONG_ARGUMENTS = {
     lambda: make(density=optax.exponential_decay),
     TypeError, "density is called with the number of steps taken", "optax.exponential_decay(0.25, ",
   ),
+  "a density schedule with an if": Misuse(
+    lambda: make(density=lambda step: 0.1 if step < 10 else 0.01),
+    TypeError, "density is called with a traced step", "jnp.where(step < 10, 0.1, 0.01)",
+  ),
+  "a density schedule that ends at zero": Misuse(
+    lambda: make(density=optax.cosine_decay_schedule(0.5, 30)),
+    ValueError, "density must be in (0, 1]", "alpha= in optax",
+  ),
   "a density for dense": Misuse(
     lambda: dense(density=0.1, axis_name=AXIS),
     TypeError, "got an unexpected keyword argument 'density'", "dense()",
