@@ -68,7 +68,7 @@ def test_density_one_is_the_dense_mean(size, n):
     updates, state = sparse.step(state, grads)
     expected, dense_state = full.step(dense_state, grads)
     np.testing.assert_array_equal(updates["w"], expected["w"])
-    assert not np.any(state.residual) and state.threshold == 0
+    assert not np.any(state.residual) and get_stats(state).threshold_used == 0
     assert get_stats(state).selected == get_stats(dense_state).selected == size
     assert get_stats(dense_state).density == 1
 
