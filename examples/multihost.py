@@ -4,27 +4,56 @@ Every process runs this script; together, their devices are the workers. docs/mu
 to start it, what happens when a process dies, and how to go on after that.
 """
 
+import contextlib
 import itertools
+import os
 import pathlib
+import sys
+import traceback
 
-import cluster
 import jax
 import mnist_data
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import train_mnist
-from cluster import Refusal
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 from train_mnist import AXIS
 
-from exdyna_jax import exdyna, get_stats, reshard_state
+from exdyna_jax import exdyna, get_stats, joining, reshard_state
+from exdyna_jax.joining import Refusal
 
 CHECKPOINTS_KEPT = 2
 CAUSE = 200  # characters of the reason why one cannot be read
 _SAME = ("seed", "batch", "optimizer")  # what a resumed run must have in common with the first
+
+
+def start(coordinator, num_processes, process_id):
+  """Joins the other processes; raises as `joining.join`."""
+  joining.join(coordinator, num_processes, process_id)
+  # CPUs connect in the first collective, and give up on a process that comes 30 seconds late. Here,
+  # no process is still compiling.
+  with leaving_at_once():
+    multihost_utils.sync_global_devices("start")
+
+
+@contextlib.contextmanager
+def leaving_at_once():
+  """Ends the process at once after an error; else it would wait for the others, and they for it."""
+  try:
+    yield
+  except BaseException as error:
+    try:
+      if not isinstance(error, Refusal):
+        traceback.print_exc()
+        error = "ended by the error above. Then start all again with --resume: docs/multihost.md"
+      print(f"process {jax.process_index()}: {error}", file=sys.stderr, flush=True)
+      sys.stdout.flush()
+    finally:  # without devices, nobody knows the index
+      os._exit(1)
 
 
 def make_mesh():
@@ -143,7 +172,7 @@ def make_parser():
   parser = train_mnist.Parser(description=__doc__.splitlines()[0])
   add, at_least = parser.add_argument, train_mnist.at_least
   where = "of process 0; left out where JAX finds it"
-  add("--coordinator", type=cluster.address, metavar="HOST:PORT", help=where)
+  add("--coordinator", type=joining.address, metavar="HOST:PORT", help=where)
   add("--num-processes", type=at_least(1), help="left out where JAX finds it")
   add("--process-id", type=at_least(0), help="left out where JAX finds it")
   add("--density", type=float, default=0.01, help="share of the gradient to send (%(default)s)")
@@ -162,16 +191,16 @@ def make_parser():
 def main(argv=None):
   parser = make_parser()
   args = parser.parse_args(argv)
-  place = (args.coordinator, args.num_processes, args.process_id)
-  if None in place and place != (None, None, None):
+  cluster = (args.coordinator, args.num_processes, args.process_id)
+  if None in cluster and cluster != (None, None, None):
     parser.error("--coordinator, --num-processes and --process-id go together")
   try:
     make_tx(args, num_workers=None)
     data = mnist_data.load(args.data_dir, args.seed)
-    cluster.start(*place)
+    start(*cluster)
   except (OSError, ValueError) as error:
     parser.error(" ".join(str(error).split()))
-  with cluster.leaving_at_once():
+  with leaving_at_once():
     run(args, data)
 
 

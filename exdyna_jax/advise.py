@@ -22,6 +22,7 @@ Example:
 """
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -33,8 +34,6 @@ from .flat import MAX_SIZE
 from .planning import predict as predict
 from .planning import recommend as recommend
 from .values import Link
-
-MAX_PORT = 65535
 
 
 class _Parser(argparse.ArgumentParser):
@@ -72,13 +71,6 @@ def _rank(text: str) -> int:
   return value
 
 
-def _address(text: str) -> str:
-  host, _, port = text.rpartition(":")
-  if not host or not port.isdecimal() or not 0 < int(port) <= MAX_PORT:
-    raise argparse.ArgumentTypeError(f"must be HOST:PORT, such as 10.0.0.1:29500, got {text!r}")
-  return text
-
-
 for _function, _name in (
   (_positive, "number"),
   (_share, "number"),
@@ -97,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
   add("--repeats", type=_count, default=20, help="of each measurement (%(default)s)")
   several = parser.add_argument_group("several processes")
   where = "where process 0 listens"
-  several.add_argument("--coordinator", type=_address, metavar="HOST:PORT", help=where)
+  several.add_argument("--coordinator", type=joining.address, metavar="HOST:PORT", help=where)
   several.add_argument("--num-processes", type=_count, help="how many there are")
   several.add_argument("--process-id", type=_rank, help="which of them this one is, from 0")
   discover = "let JAX find out all three, on a cluster that it knows"
@@ -170,6 +162,8 @@ def _start(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
   """Connects the processes."""
   try:
     if args.coordinator or args.discover:
+      # Ctrl-C ends the process also while it waits for the others; Python would let it wait.
+      signal.signal(signal.SIGINT, signal.SIG_DFL)
       joining.join(args.coordinator, args.num_processes, args.process_id)
     elif args.cpu_devices:
       jax.config.update("jax_platforms", "cpu")
@@ -191,8 +185,9 @@ def _measure(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
   mesh = probing.make_mesh()
   link = probing.measure_link(mesh, args.repeats)
   local = probing.measure_local(mesh, args.params, args.density, args.repeats)
+  rounding = probing.measure_rounding(mesh, args.params, link)
   if jax.process_index() == 0:
-    print(_report(args, mesh.size, link, local), flush=True)
+    print(_report(args, mesh.size, link, local, rounding), flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

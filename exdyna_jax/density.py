@@ -14,7 +14,7 @@ from .checks import as_float, check_type
 # steps, in which peaks may come and go, and then at growing distances.
 PROBED_STEPS = np.union1d(np.arange(2**14), 2 ** np.arange(31)).astype(np.int32)
 
-# What a schedule must not do, for it is traced, and what does the same.
+# What JAX raises where a schedule needs the number of a traced step.
 UNTRACEABLE = (
   jax.errors.ConcretizationTypeError,
   jax.errors.TracerArrayConversionError,
@@ -46,10 +46,8 @@ def parse_density(density: Any) -> Density:
   with jax.ensure_compile_time_eval():
     values = _values(density)
   for step, value in zip(PROBED_STEPS, values, strict=True):
-    if not 0 < value <= 1:
-      hint = " Give the schedule an end that is not zero: end_value= or alpha= in optax."
-      _check_range(value, f" at step {step}", hint if value == 0 else "")
-  return Density(density, float(min(values)), float(max(values)))
+    _check_range(value, step)
+  return Density(density, float(values.min()), float(values.max()))
 
 
 def _values(density: Callable[[jax.Array], Any]) -> np.ndarray:
@@ -76,11 +74,15 @@ def _values(density: Callable[[jax.Array], Any]) -> np.ndarray:
   return np.asarray(values, np.float64)
 
 
-def _check_range(density: Any, where: str = "", hint: str = "") -> float:
+def _check_range(density: Any, step: int | None = None) -> float:
   value = as_float(density)
   if not 0 < value <= 1:
+    where = "" if step is None else f" at step {step}"
+    ends_at_zero = step is not None and value == 0
+    hint = " Give the schedule an end that is not zero: end_value= or alpha= in optax."
     raise ValueError(
-      f"density must be in (0, 1], got {value:g}{where}. 0.001 sends 0.1% of the gradient.{hint}"
+      f"density must be in (0, 1], got {value:g}{where}. 0.001 sends 0.1% of the gradient."
+      f"{hint if ends_at_zero else ''}"
     )
   return value
 
@@ -95,18 +97,14 @@ def target_range(density: Density, size: int) -> tuple[int, int]:
   if density.at is None:
     return (target_count(density.lowest, size),) * 2
   # As it is computed in each step: in float32.
-  low, high = (_scaled(np.float32(value), size) for value in (density.lowest, density.highest))
-  return min(max(int(low), 1), size), min(max(int(high), 1), size)
+  low, high = (int(np.float32(size) * np.float32(d)) for d in (density.lowest, density.highest))
+  return min(max(low, 1), size), min(max(high, 1), size)
 
 
 def target_at(density: Density, step: jax.Array, size: int) -> int | jax.Array:
   """`target_count` in ``step``: a Python int, or an int32 scalar if the density is scheduled."""
   if density.at is None:
     return target_count(density.lowest, size)
-  wanted = _scaled(jnp.asarray(density.at(step), jnp.float32), size)
+  wanted = jnp.asarray(density.at(step), jnp.float32) * size
   # Messages have no room for a peak that was not seen beforehand.
   return jnp.clip(wanted.astype(jnp.int32), 1, target_range(density, size)[1])
-
-
-def _scaled(value: Any, size: int) -> Any:
-  return value * np.float32(size)

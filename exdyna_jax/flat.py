@@ -74,9 +74,8 @@ def flatten(tree: Any, dtype: Any) -> jax.Array:
 
 def all_finite(x: jax.Array) -> jax.Array:
   """True if ``x`` holds no NaN and no Inf, bool ``[]``."""
-  # With that setting, jax would stop at the NaN that is made below. Its name is not in jax's type
-  # stubs, so that mypy refuses the attribute.
-  if getattr(jax.config, "jax_debug_nans"):  # noqa: B009 (see above)
+  # With that setting, jax would stop at the NaN that is made below.
+  if getattr(jax.config, "jax_debug_nans"):  # noqa: B009 (mypy: not in jax's type stubs)
     return jnp.all(jnp.isfinite(x))
   # 0 * x is NaN for these. XLA would write the N booleans of jnp.isfinite to memory.
   return jnp.sum(x * 0) == 0

@@ -1,8 +1,8 @@
-"""How the processes of `advise` meet, agree and part."""
+"""How several processes meet, agree and part."""
 
+import argparse
 import contextlib
 import os
-import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping
@@ -11,10 +11,13 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-# JAX's defaults are for trainings. Here, all do the same at the same time, and nothing is lost.
+# The connections of a process that is killed are closed: the others get an error in their next
+# collective, at once. These timeouts are for what leaves connections open.
 HEARTBEAT_SECONDS = 20  # until a machine that fell silent counts as dead; JAX's default is 100
 SHUTDOWN_SECONDS = 60  # that a process waits for the others at its end; JAX's default is 300
-COLLECTIVE_SECONDS = 60  # that CPUs wait for a process that is late; JAX's default is 1800
+COLLECTIVE_SECONDS = 60  # that CPUs wait for a process that lives but is late; the default is 1800
+
+MAX_PORT = 65535
 
 NO_CLUSTER = (
   "JAX finds no cluster here (Slurm, Open MPI, TPU pods ...): use --coordinator, --num-processes"
@@ -23,7 +26,15 @@ NO_CLUSTER = (
 
 
 class Refusal(Exception):
-  """Says what is wrong with the options, where it takes all processes to find out."""
+  """Says what is wrong with options or files, where it takes all processes to find out."""
+
+
+def address(text: str) -> str:
+  """An argparse type: where process 0 listens."""
+  host, _, port = text.rpartition(":")
+  if not host or not port.isdecimal() or not 0 < int(port) <= MAX_PORT:
+    raise argparse.ArgumentTypeError(f"must be HOST:PORT, such as 10.0.0.1:29500, got {text!r}")
+  return text
 
 
 def join(
@@ -31,16 +42,18 @@ def join(
 ) -> None:
   """Connects this process with the others: the given ones, or those that JAX finds.
 
+  Before anything else touches JAX's devices.
+
   Raises:
     RuntimeError, ValueError: it cannot, and why.
   """
-  # Ctrl-C ends the process also while it waits for the others; Python would let it wait.
-  signal.signal(signal.SIGINT, signal.SIG_DFL)
   flags = os.environ.get("XLA_FLAGS", "")
   if "xla_cpu_collective_timeout_seconds" not in flags:
     os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_collective_timeout_seconds={COLLECTIVE_SECONDS}"
   if coordinator is not None and process_id == 0:
     _check_port(coordinator)
+  # Not jax_enable_recoverability: with it, processes no longer wait for each other at the end, and
+  # those that end after process 0 are aborted.
   try:
     jax.distributed.initialize(
       coordinator,

@@ -8,7 +8,6 @@ import os
 import pathlib
 import signal
 
-import cluster
 import flax.linen as nn
 import jax
 import mnist_data
@@ -54,8 +53,8 @@ def main():
   parser.add_argument("--die-after", type=int)
   parser.add_argument("--result", type=pathlib.Path, required=True)
   args = parser.parse_args()
-  cluster.start(args.coordinator, args.num_processes, args.process_id)
-  with cluster.leaving_at_once():
+  multihost.start(args.coordinator, args.num_processes, args.process_id)
+  with multihost.leaving_at_once():
     last = train(args, multihost.make_mesh(), args.die_after)
     resharded = reshard_state(last[1], WORKERS_AFTER)[0].residual
     np.savez(

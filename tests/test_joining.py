@@ -1,10 +1,12 @@
-"""The processes of the advice: what keeps them from meeting, and that none is left waiting."""
+"""Several processes: what keeps them from meeting, and that none is left waiting."""
 
+import argparse
 import signal
 import socket
 
 import jax
 import launch
+import multihost
 import numpy as np
 import pytest
 from test_examples import is_refused
@@ -25,28 +27,42 @@ def joins(monkeypatch):
   signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.parametrize("text", ["", "host", ":29500", "host:", "host:0", "host:70000", "host:x"])
+def test_an_address_without_host_or_port(text):
+  """An empty one, of a shell variable that is not set, was taken for none."""
+  assert joining.address("[::1]:29500") == "[::1]:29500"
+  with pytest.raises(argparse.ArgumentTypeError, match=f"HOST:PORT, .*, got '{text}'"):
+    joining.address(text)
+
+
 def test_ctrl_c_does_not_wait_for_the_others(joins):
-  joining.join("10.0.0.1:29500", 2, 1)
+  parser = advise._parser()
+  cluster = ["--coordinator", "10.0.0.1:29500", "--num-processes", "2", "--process-id", "1"]
+  advise._start(parser, parser.parse_args([*MEASURE, *cluster]))
   assert joins == [("10.0.0.1:29500", 2, 1)]
   assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
 
 
-def test_a_port_that_is_taken(joins, capsys):
+@pytest.mark.parametrize(("main", "options"), [(advise.main, MEASURE), (multihost.main, [])])
+def test_a_port_that_is_taken(main, options, joins, capsys):
   """JAX ended by a segmentation fault."""
   with socket.create_server(("127.0.0.1", 0)) as taken:
     address = f"127.0.0.1:{taken.getsockname()[1]}"
     cluster = ["--coordinator", address, "--num-processes", "2", "--process-id", "0"]
     message = f"cannot listen at --coordinator {address}: Address already in use"
-    is_refused(advise.main, [*MEASURE, *cluster], message, capsys)
+    is_refused(main, [*options, *cluster], message, capsys)
   assert not joins
 
 
-def test_no_cluster(joins, monkeypatch, capsys):
+@pytest.mark.parametrize(
+  ("main", "options"), [(advise.main, [*MEASURE, "--discover"]), (multihost.main, [])]
+)
+def test_no_cluster(main, options, joins, monkeypatch, capsys):
   def initialize(*args, **options):
     raise ValueError("coordinator_address should be defined.")
 
   monkeypatch.setattr(jax.distributed, "initialize", initialize)
-  is_refused(advise.main, [*MEASURE, "--discover"], "no cluster here (Slurm, Open MPI", capsys)
+  is_refused(main, options, "no cluster here (Slurm, Open MPI", capsys)
 
 
 def test_what_differs_is_named(monkeypatch):

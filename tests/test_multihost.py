@@ -9,7 +9,6 @@ import shutil
 import time
 from typing import NamedTuple
 
-import cluster
 import jax
 import jax.numpy as jnp
 import launch
@@ -20,7 +19,7 @@ import orbax.checkpoint as ocp
 import pytest
 from test_examples import is_refused, write_idx_folder
 
-from exdyna_jax import exdyna, reshard_state
+from exdyna_jax import exdyna, joining, reshard_state
 
 pytestmark = pytest.mark.slow
 
@@ -187,9 +186,9 @@ def test_bad_argument_gets_one_line_before_anything_starts(arguments, message, c
 
 
 def test_a_checkpoint_is_neither_overwritten_nor_taken_for_another_training(trainings, killed):
-  with pytest.raises(cluster.Refusal, match="holds step 8: add --resume"):
+  with pytest.raises(joining.Refusal, match="holds step 8: add --resume"):
     trainings.emulate(2, "untouched")
-  with pytest.raises(cluster.Refusal, match="--seed is 1, but .* 0"):
+  with pytest.raises(joining.Refusal, match="--seed is 1, but .* 0"):
     trainings.emulate(2, "untouched", "--resume", "--seed", "1")
 
 
@@ -211,5 +210,5 @@ def test_a_checkpoint_that_cannot_be_read_is_named(broken, tmp_path):
     else:
       (item / "metadata").write_bytes(b"")
     words = f"step {step} in {tmp_path} cannot be read: remove it to go on from {place} "
-    with pytest.raises(cluster.Refusal, match=words):
+    with pytest.raises(joining.Refusal, match=words):
       read(step)
